@@ -1,0 +1,223 @@
+"""What tidemill itself reads from a Chat Completions body, beside what deepseek-recipe reads.
+
+A table says which members we read and which valid wishes no engine can fulfil yet. Members in neither table go to
+recipe alone. Recipe sees the sender's own bytes; only a body with an alias that it does not know is rewritten, and
+then without touching any other member, so that numbers keep their spelling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from codec.errors import invalid_request, not_served
+
+Members = dict[str, msgspec.Raw]
+
+MAX_USER_BYTES = 512  # of a user id; official user ids are shorter, and it becomes part of every block key's root
+MAX_STOP_CHARS = 256  # of one stop string: bounds the automaton (codec/stops.py)
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Metadata(msgspec.Struct):
+    user_id: str | None = None
+
+
+class _Function(msgspec.Struct):
+    strict: bool | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+
+
+class _Role(msgspec.Struct):
+    role: str = ""
+
+
+# member -> the type we read; null means absent
+_READ: dict[str, msgspec.json.Decoder[Any]] = {
+    "model": msgspec.json.Decoder(str | None),
+    "stream_options": msgspec.json.Decoder(_StreamOptions | None),
+    "user_id": msgspec.json.Decoder(str | None),
+    "user": msgspec.json.Decoder(str | None),
+    "metadata": msgspec.json.Decoder(_Metadata | None),
+    "tools": msgspec.json.Decoder(list[_Tool] | None),
+    "response_format": msgspec.json.Decoder(_Format | None),
+    "ignore_eos": msgspec.json.Decoder(bool | None),
+    "max_tokens": msgspec.json.Decoder(int | None),
+    "max_completion_tokens": msgspec.json.Decoder(int | None),
+}
+
+# member -> values that wish for nothing. Any other value is refused, because an answer that ignores it would look like
+# one that obeys. (Penalties are in no table: the official service checks their range and ignores them, as recipe does.)
+_UNSERVED: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "logit_bias": ({},),
+    "functions": ([],),
+    "function_call": (),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"], []),
+    "audio": (),
+    "web_search_options": (),
+    "chat_template_kwargs": ({},),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+_MEMBERS: msgspec.json.Decoder[Members] = msgspec.json.Decoder(Members)
+_RAW_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_ROLE = msgspec.json.Decoder(_Role)
+_TOO_DEEP = "is nested too deeply"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFields:
+    """Our own members, checked. `body` is what recipe is given."""
+
+    members: Members
+    read: dict[str, Any]  # those of `_READ`, decoded
+    body: bytes
+    model: str
+    salt_user: str
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a null `usage` is wanted on every chunk but the last, as OpenAI does it."""
+        options = self.read.get("stream_options")
+        return bool(options and options.include_usage)
+
+    @property
+    def ignore_eos(self) -> bool:
+        """An extension: load generators and benches need answers of a fixed length."""
+        return bool(self.read.get("ignore_eos"))
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the request declares any tool."""
+        return bool(self.read.get("tools"))
+
+
+def read_chat(body: bytes) -> ChatFields:
+    """Our members of a body. Raises CodecError 400 for anything but a JSON object with members of the right types."""
+    members = _split(body)
+    read = {name: _decode(name, raw, _READ[name]) for name, raw in members.items() if name in _READ}
+    model = read.get("model")
+    if model is None:
+        raise invalid_request("model: missing", "model")
+    return ChatFields(
+        members=members, read=read, body=_rewritten(body, members, read), model=model, salt_user=_salt_user(read)
+    )
+
+
+def refuse_unserved(fields: ChatFields) -> None:
+    """Raise CodecError 400 for the first valid wish that nothing here can fulfil.
+
+    It runs after recipe's validation, whose messages are the official ones.
+    """
+    for name, raw in fields.members.items():
+        if name in _UNSERVED:
+            value = _decode(name, raw, _ANY)
+            if value is not None and value not in _UNSERVED[name]:
+                raise not_served(name, _shown(raw))
+    answer_format = fields.read.get("response_format")
+    if answer_format and answer_format.type != "text":
+        raise not_served("response_format", f"type {answer_format.type}")
+    if any(tool.function and tool.function.strict for tool in fields.read.get("tools") or ()):
+        raise not_served("tools", "strict: true")
+
+
+def check_stops(stops: tuple[str, ...]) -> tuple[str, ...]:
+    """The stop strings, each once. Raises CodecError 400 for one that is too long (recipe checks all else)."""
+    for index, stop in enumerate(stops):
+        if len(stop) > MAX_STOP_CHARS:
+            raise invalid_request(f"stop[{index}]: {len(stop)} characters, the limit is {MAX_STOP_CHARS}", "stop")
+    return tuple(dict.fromkeys(stops))
+
+
+def split_list(raw: msgspec.Raw) -> list[msgspec.Raw]:
+    """The elements of a JSON list; empty when it is none."""
+    try:
+        return _RAW_LIST.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return []
+
+
+def _split(body: bytes) -> Members:
+    try:
+        return _MEMBERS.decode(body)
+    except msgspec.ValidationError:
+        raise invalid_request("the body must be a JSON object") from None
+    except msgspec.DecodeError as error:
+        raise invalid_request(f"the body is not valid JSON: {error}") from error
+    except RecursionError:  # msgspec's own bound, below the interpreter's
+        raise invalid_request(f"the body {_TOO_DEEP}") from None
+
+
+def _decode(name: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> Any:
+    try:
+        return decoder.decode(raw)
+    except msgspec.DecodeError as error:  # "Expected `bool | null`, got `str` - at `$.include_usage`"
+        raise invalid_request(f"{name}: {str(error).replace('$', name)}", name) from error
+    except RecursionError:
+        raise invalid_request(f"{name}: {_TOO_DEEP}", name) from None
+
+
+def _salt_user(read: dict[str, Any]) -> str:
+    """The end user's id: DeepSeek's field, then OpenAI's, then Anthropic's."""
+    metadata = read.get("metadata")
+    candidates = {"user_id": read.get("user_id"), "user": read.get("user"), "metadata": metadata and metadata.user_id}
+    for name, user in candidates.items():
+        if user:
+            if (size := len(user.encode())) > MAX_USER_BYTES:
+                raise invalid_request(f"{name}: a user id of {size} bytes, the limit is {MAX_USER_BYTES}", name)
+            return str(user)
+    return ""
+
+
+def _rewritten(body: bytes, members: Members, read: dict[str, Any]) -> bytes:
+    """The body with the two aliases that recipe does not know; almost always the very same bytes."""
+    changed: dict[str, msgspec.Raw] = {}
+    if (limit := read.get("max_completion_tokens")) is not None:
+        if read.get("max_tokens") not in {None, limit}:
+            raise invalid_request("max_completion_tokens and max_tokens contradict each other", "max_completion_tokens")
+        changed["max_tokens"] = members["max_completion_tokens"]
+    messages = members.get("messages", msgspec.Raw())
+    if b'"developer"' in memoryview(messages).tobytes():
+        changed["messages"] = msgspec.Raw(msgspec.json.encode([_as_system(raw) for raw in split_list(messages)]))
+    return msgspec.json.encode(members | changed) if changed else body
+
+
+def _as_system(message: msgspec.Raw) -> msgspec.Raw:
+    """OpenAI's newer name of the system role; V4.1 has one role for both. Any other message is returned as it is."""
+    try:
+        if _ROLE.decode(message).role != "developer":
+            return message
+    except (msgspec.DecodeError, RecursionError):
+        return message  # recipe will say what is wrong with it
+    return msgspec.Raw(msgspec.json.encode(_MEMBERS.decode(message) | {"role": msgspec.Raw(b'"system"')}))
+
+
+def _shown(raw: msgspec.Raw) -> str:
+    text = memoryview(raw).tobytes().decode(errors="replace")
+    return text if len(text) <= 40 else f"{text[:40]}…"

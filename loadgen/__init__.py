@@ -1,0 +1,1 @@
+"""Load generation: traces, replay and reports. Comes with the balance issue; the folder keeps its place."""

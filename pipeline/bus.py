@@ -1,0 +1,173 @@
+"""The bus of one worker: two NATS connections, callbacks only.
+
+`data` carries requests, frames and events; `control` carries answers, cancels, beacons and the JetStream API, so
+that a cancel never queues behind tokens. Source: facts-bus 4.3, 6, 10, 11.1.
+
+Publishing while disconnected is refused and counted, never buffered: whoever published has a timer that repeats
+what matters, and a buffered message would reach peers that have not subscribed again yet (facts-bus 8.1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import nats.errors
+import structlog
+
+from pipeline.errors import SetupError, TransientError
+from pipeline.busclient import BusDisconnected, BusOverrun, Client
+from pipeline.fastnats import make_client
+from pipeline.metrics import count
+from pipeline.topology import Topology
+
+log = structlog.get_logger()
+
+OnMessage = Callable[[str, str, bytes, bytes | None], None]
+
+# A broker that allows less cannot carry a prefill offer of a long prompt. Source: ours (design 2.10).
+MIN_PAYLOAD_BYTES = 262_144
+
+
+class Bus:
+    """Publish, subscribe and ask; owns both connections from `connect` until `close`."""
+
+    def __init__(self, worker: str, topology: Topology, data: Client, control: Client) -> None:
+        self.worker = worker
+        self.topology = topology
+        self.data = data
+        self.control = control
+        self._on_reconnect: list[Callable[[], None]] = []
+
+    @classmethod
+    async def connect(
+        cls, urls: Sequence[str], worker: str, topology: Topology, *, fast: bool = True, single: bool = False
+    ) -> Bus:
+        """Open the connections; `single`: one serves as both (clients).
+
+        Raises: SetupError when no broker answers or it allows too small messages.
+        """
+        data = make_client(fast)
+        bus = cls(worker, topology, data, data if single else make_client(fast))
+        try:
+            await bus._open(bus.data, list(urls), f"{worker}/data", bus._reconnected)
+            if not single:
+                await bus._open(bus.control, list(urls), f"{worker}/control", None)
+        except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
+            await bus.close()
+            raise SetupError(f"no NATS server answers at {', '.join(urls)}: {error!r}") from error
+        if bus.data.max_payload < MIN_PAYLOAD_BYTES:
+            raise SetupError(f"max_payload of the broker is {bus.data.max_payload}, at least {MIN_PAYLOAD_BYTES} needed")
+        return bus
+
+    async def _open(self, client: Client, urls: list[str], name: str, on_reconnect: Any) -> None:
+        async def on_error(error: Exception) -> None:
+            count("bus_errors")
+            log.warning("bus error", connection=name, error=str(error))
+
+        async def on_disconnect() -> None:
+            count("bus_disconnects")
+
+        async def reconnected() -> None:
+            log.info("bus reconnected", connection=name)
+            if on_reconnect:
+                on_reconnect()
+
+        async def lame_duck() -> None:
+            # nats-py itself does nothing; waiting costs the connection a second later (facts-bus 8.3)
+            await client.force_reconnect()
+
+        # Values: facts-bus 11.9. Defaults give up after 60 tries and notice a dead server after 4 minutes.
+        await client.connect(
+            servers=urls,
+            name=name,
+            error_cb=on_error,
+            disconnected_cb=on_disconnect,
+            reconnected_cb=reconnected,
+            lame_duck_mode_cb=lame_duck,
+            allow_reconnect=True,
+            reconnect_time_wait=0.1,
+            max_reconnect_attempts=-1,
+            ping_interval=2,
+            max_outstanding_pings=2,
+            connect_timeout=2,
+            inbox_prefix=f"_INBOX.{self.worker}",
+        )
+
+    def on_reconnect(self, call: Callable[[], None]) -> None:
+        """Call this after every reconnect of the data connection (pulls must be issued again)."""
+        self._on_reconnect.append(call)
+
+    def _reconnected(self) -> None:
+        for call in self._on_reconnect:
+            call()
+
+    @property
+    def max_inline_bytes(self) -> int:
+        """The largest body that travels inline: a share of the live `max_payload`."""
+        return int(self.data.max_payload * self.topology.limits.inline_share)
+
+    def publish(self, subject: str, payload: bytes, reply: str = "") -> bool:
+        """Send on the data connection; False (and a counter) when it is down or the message too large."""
+        return self._publish(self.data, subject, payload, reply)
+
+    def tell(self, subject: str, payload: bytes, reply: str = "") -> bool:
+        """Send on the control connection; False (and a counter) when it is down."""
+        return self._publish(self.control, subject, payload, reply)
+
+    @staticmethod
+    def _publish(client: Client, subject: str, payload: bytes, reply: str) -> bool:
+        if len(payload) > client.max_payload:
+            # a larger message would make the broker cut the connection
+            count("publish_too_large")
+            log.error("message too large", subject=subject, num_bytes=len(payload), max_payload=client.max_payload)
+            return False
+        try:
+            client.publish_nowait(subject, payload, reply)
+        except BusDisconnected:
+            count("publish_disconnected")
+            return False
+        except BusOverrun:
+            count("publish_overrun")
+            return False
+        return True
+
+    def subscribe(self, subject: str, call: OnMessage, *, group: str = "", control: bool = False) -> Any:
+        """Dispatch messages synchronously to `call(subject, reply, payload, headers)`."""
+        client = self.control if control else self.data
+        return client.subscribe_sync(subject, call, queue=group)
+
+    async def ask(self, subject: str, payload: bytes = b"", timeout_s: float = 2.0) -> bytes:
+        """Request and reply on the control connection.
+
+        Raises: TransientError when nobody answers in time or the broker is away.
+        """
+        try:
+            answer = await self.control.request(subject, payload, timeout=timeout_s)
+        except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+            raise TransientError(f"no answer on {subject}: {error!r}") from error
+        return bytes(answer.data)
+
+    async def ask_json(self, subject: str, request: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
+        """A JetStream API call.
+
+        Raises: TransientError when there is no answer.
+        """
+        answer: dict[str, Any] = json.loads(await self.ask(subject, json.dumps(request).encode(), timeout_s))
+        return answer
+
+    async def flush(self) -> None:
+        """Everything published so far has reached the broker when this returns (or it is away)."""
+        for client in (self.data, self.control):
+            try:
+                await client.flush(timeout=2)
+            except (nats.errors.Error, asyncio.TimeoutError):
+                count("flush_failed")
+
+    async def close(self) -> None:
+        """Close both connections."""
+        for client in {self.data, self.control}:
+            if not client.is_closed:
+                await client.close()

@@ -1,0 +1,180 @@
+"""The bus side of an engine worker: accept handshake, tombstones, tokens out, acknowledgements in.
+
+One host serves one process; a process runs the prefill stage or the transfer + decode stages. The stages decide
+and compute (stages/prefill.py, stages/transfer.py, stages/decode.py); this file speaks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from pipeline.bus import Bus
+from pipeline.events import Accepted, Cancelled, Envelope, HandoffEnded, Outcome, StageFailed, Struct
+from pipeline.membership import Membership
+from pipeline.metrics import count
+from pipeline.offers import Offers
+from pipeline.outbox import Outbox
+from pipeline.stage import Answer, EngineStage
+from pipeline.tombstones import Tombstones
+from pipeline.wire import decode_control, encode
+
+log = structlog.get_logger()
+
+
+class EngineHost:
+    """Speaks on the bus for one engine stage."""
+
+    def __init__(self, bus: Bus, membership: Membership, epoch: int) -> None:
+        self.bus = bus
+        self.membership = membership
+        self.epoch = epoch
+        self.worker = bus.worker
+        self.limits = bus.topology.limits
+        self.offers = Offers(bus)
+        self.draining = False
+        self._stage: EngineStage
+        self._tombstones = Tombstones(self.limits.tombstone_s)
+        topology = bus.topology
+        self._ack_subject = topology.subject("acks", worker=self.worker)
+        self._token_subjects: dict[str, str] = {}
+        self._control_subjects: dict[str, str] = {}
+        self.outbox = Outbox(epoch, self._send_frame, self._send_note)
+        bus.subscribe(self._ack_subject, self._acked, control=True)
+        bus.subscribe(topology.subject("control", worker=self.worker), self._control, control=True)
+        bus.subscribe(topology.subject("everyone"), self._control, control=True)
+
+    def serve(self, stage: EngineStage, topic: str, decode: Callable[[bytes], Any]) -> None:
+        """Take events of a topic for a stage."""
+        self._stage = stage
+
+        def on_event(_subject: str, _reply: str, payload: bytes, _headers: bytes | None) -> None:
+            try:
+                event = decode(payload)
+            except msgspec.DecodeError:
+                count("events_malformed")
+                return
+            self._offered(event)
+
+        self.bus.subscribe(self.bus.topology.subject(topic, worker=self.worker), on_event)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`, then refuse new work and finish what is in hand, at most `drain_s`."""
+        tick = asyncio.get_running_loop().create_task(self._ticks())
+        await stop.wait()
+        self.draining = True
+        drained_by = time.monotonic() + self.limits.drain_s
+        while (self._stage.holds() or len(self.outbox)) and time.monotonic() < drained_by:
+            await asyncio.sleep(self.limits.ack_tokens_s)
+        for held in self._stage.holds():
+            failed = StageFailed(
+                held.rid, held.attempt, held.stage, self.worker, self.epoch, "internal", "the worker stopped", True
+            )
+            self.tell(held.owner, failed)
+        tick.cancel()
+        await asyncio.gather(tick, return_exceptions=True)
+        await self.bus.flush()
+
+    async def _ticks(self) -> None:
+        while True:
+            await asyncio.sleep(self.limits.repeat_end_s)
+            self.outbox.repeat_ends(self.limits.keep_tokens_s, self.limits.repeat_end_s)
+            self._tombstones.sweep()
+            self._stage.tick()
+
+    def is_dead(self, rid: str, attempt: int) -> bool:
+        """Whether work for this attempt was cancelled or overtaken."""
+        return self._tombstones.is_dead(rid, attempt)
+
+    def forget(self, rid: str, attempt: int) -> None:
+        """Work that was taken failed here: it may be offered again."""
+        self._tombstones.give_back(rid, attempt)
+
+    def _offered(self, event: Any) -> None:
+        env: Envelope = self._stage.envelope(event)
+        if env.deadline_ns <= time.time_ns() or self.is_dead(env.rid, env.attempt):
+            count("work_refused_dead")
+            self.answer(event, Answer(Outcome.DEAD))
+            return
+        if not self._tombstones.take(env.rid, env.attempt):
+            self.answer(event, self._stage.repeat(event))
+            return
+        if self.draining:
+            answer = Answer(Outcome.BUSY, "the worker is stopping")
+        else:
+            answer = self._stage.submit(event)
+        if answer.outcome not in (Outcome.ACCEPTED, Outcome.QUEUED):
+            self._tombstones.give_back(env.rid, env.attempt)
+        self.answer(event, answer)
+
+    def answer(self, event: Any, answer: Answer) -> None:
+        """Tell sender and owner at once what becomes of offered work."""
+        env: Envelope = self._stage.envelope(event)
+        message = encode(
+            Accepted(
+                env.rid,
+                env.attempt,
+                self._stage.name,
+                self.worker,
+                self.epoch,
+                answer.outcome,
+                env.owner,
+                answer.reason,
+                retry_after_s=answer.retry_after_s,
+                plan=answer.plan,
+            )
+        )
+        self.bus.tell(self._control_subject(event.sender), message)
+        # `busy` is the sender's to resolve; the owner hears of it only when nobody took the work
+        if event.sender != env.owner and answer.outcome is not Outcome.BUSY:
+            self.bus.tell(self._control_subject(env.owner), message)
+
+    def tell(self, worker: str, message: Struct) -> None:
+        """A control message to one worker."""
+        self.bus.tell(self._control_subject(worker), encode(message))
+
+    def _send_frame(self, owner: str, frame: bytes) -> bool:
+        subject = self._token_subjects.get(owner)
+        if subject is None:
+            subject = self._token_subjects[owner] = self.bus.topology.subject("tokens", worker=owner)
+        return self.bus.publish(subject, frame, self._ack_subject)
+
+    def _send_note(self, owner: str, note: bytes) -> bool:
+        return self.bus.tell(self._control_subject(owner), note)
+
+    def _control_subject(self, worker: str) -> str:
+        subject = self._control_subjects.get(worker)
+        if subject is None:
+            if len(self._control_subjects) > 10_000:
+                self._control_subjects.clear()  # workers come and go; the cache must not grow for ever
+            subject = self._control_subjects[worker] = self.bus.topology.subject("control", worker=worker)
+        return subject
+
+    def _acked(self, _subject: str, owner: str, payload: bytes, _headers: bytes | None) -> None:
+        # the NATS reply of an acknowledgement is its owner's id
+        for entry in self.outbox.acknowledged(owner, payload):
+            self._stage.unknown_entry(entry)
+
+    def _control(self, _subject: str, _reply: str, payload: bytes, _headers: bytes | None) -> None:
+        try:
+            message = decode_control(payload)
+        except msgspec.DecodeError:
+            count("control_malformed")
+            return
+        match message:
+            case Accepted():
+                self.offers.answered(message)
+            case Cancelled() if message.choice >= 0:
+                self._stage.stop_choice(message.rid, message.attempt, message.choice, message.position)
+            case Cancelled():
+                self._tombstones.bury(message.rid, message.attempt)
+                self._stage.cancel(message.rid, message.attempt)
+            case HandoffEnded():
+                self._stage.handoff_ended(message)
+            case _:
+                pass  # for owners

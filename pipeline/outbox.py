@@ -1,0 +1,172 @@
+"""Tokens on their way to owners: kept by the engine until acknowledged, sent as one frame per owner and step.
+
+Finished choices are kept too (at most 60 s); their unacknowledged ends are repeated every 100 ms together with
+the note that the owner needs for usage. Source: design 2.5; facts-bus 4.3.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pipeline.metrics import count
+from pipeline.wire import AckKind, WireError, decode_acks, encode_frame
+
+_MAX_ROW_TOKENS = 255  # a row's count is one byte
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Unacknowledged tokens of one handle of one owner. `first` is the position of tokens[0].
+
+    Handles are numbers that their owner issued: two owners may well have issued the same one.
+    """
+
+    handle: int
+    owner: str
+    rid: str
+    first: int
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    finish: int = 0
+    note: bytes = b""  # a control message that is repeated with the end
+    finished_at: float = 0.0
+    closed: bool = False  # nobody waits for it any more
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Tokens of one entry from one step. `finish`: 0 or 1 + index into FINISH_CODES."""
+
+    entry: Entry
+    position: int
+    tokens: tuple[int, ...]
+    finish: int = 0
+
+
+class _Columns:
+    """One frame in the making."""
+
+    __slots__ = ("counts", "finishes", "handles", "positions", "tokens")
+
+    def __init__(self) -> None:
+        self.handles = array("Q")
+        self.positions = array("I")
+        self.counts = bytearray()
+        self.finishes = bytearray()
+        self.tokens = array("I")
+
+    def add(self, handle: int, position: int, tokens: Iterable[int], num: int, finish: int) -> None:
+        self.handles.append(handle)
+        self.positions.append(position)
+        self.counts.append(num)
+        self.finishes.append(finish)
+        self.tokens.extend(tokens)
+
+
+class Outbox:
+    """All unacknowledged tokens of one engine process."""
+
+    def __init__(self, epoch: int, send: Callable[[str, bytes], bool], note: Callable[[str, bytes], bool]) -> None:
+        self._epoch = epoch
+        self._send = send  # (owner, frame)
+        self._note = note  # (owner, control message)
+        self._entries: dict[tuple[str, int], Entry] = {}
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def open(self, handle: int, owner: str, rid: str, position: int, note: bytes = b"") -> Entry:
+        """Tokens of this handle follow, the first at `position`."""
+        entry = self._entries[owner, handle] = Entry(handle, owner, rid, position, note=note)
+        return entry
+
+    def push(self, rows: Iterable[TokenRow]) -> None:
+        """Keep a step's rows and send them, one frame per owner."""
+        self._step += 1
+        frames: dict[str, _Columns] = {}
+        now = time.monotonic()
+        for row in rows:
+            entry = row.entry
+            if entry.closed:
+                continue  # forgotten meanwhile: its owner has no use for it
+            entry.tokens.extend(row.tokens)
+            if row.finish:
+                entry.finish = row.finish
+                entry.finished_at = now
+            columns = frames.get(entry.owner)
+            if columns is None:
+                columns = frames[entry.owner] = _Columns()
+            columns.add(entry.handle, row.position, row.tokens, len(row.tokens), row.finish)
+        self._publish(frames)
+
+    def _publish(self, frames: dict[str, _Columns]) -> None:
+        now_ns = time.time_ns()
+        for owner, c in frames.items():
+            frame = encode_frame(
+                self._epoch, self._step, now_ns, c.handles, c.positions, c.counts, c.finishes, c.tokens
+            )
+            self._send(owner, frame)
+
+    def forget(self, entry: Entry) -> None:
+        """Drop what is kept of a handle."""
+        entry.closed = True
+        if self._entries.get((entry.owner, entry.handle)) is entry:
+            del self._entries[entry.owner, entry.handle]
+
+    def acknowledged(self, owner: str, payload: bytes) -> list[Entry]:
+        """Take an owner's acknowledgement message; returns entries that the owner does not know."""
+        try:
+            kind, handles, positions = decode_acks(payload)
+        except WireError:
+            count("acks_malformed")
+            return []
+        unknown: list[Entry] = []
+        again: dict[str, _Columns] = {}
+        for handle, position in zip(handles, positions, strict=True):
+            entry = self._entries.get((owner, handle))
+            if entry is None:
+                continue
+            if kind is AckKind.FORGET:
+                self.forget(entry)
+                unknown.append(entry)
+                continue
+            self._trim(entry, position)
+            if kind is AckKind.RESEND:
+                count("tokens_resent", len(entry.tokens))
+                self._add_all(again.setdefault(owner, _Columns()), entry)
+        self._publish(again)
+        return unknown
+
+    def _trim(self, entry: Entry, position: int) -> None:
+        known = min(max(position - entry.first, 0), len(entry.tokens))
+        del entry.tokens[:known]
+        entry.first += known
+        if entry.finish and not entry.tokens and position >= entry.first:
+            self.forget(entry)
+
+    @staticmethod
+    def _add_all(columns: _Columns, entry: Entry) -> None:
+        tokens = entry.tokens
+        for at in range(0, max(len(tokens), 1), _MAX_ROW_TOKENS):
+            part = tokens[at : at + _MAX_ROW_TOKENS]
+            last = at + _MAX_ROW_TOKENS >= len(tokens)
+            columns.add(entry.handle, entry.first + at, part, len(part), entry.finish if last else 0)
+
+    def repeat_ends(self, keep_s: float, after_s: float) -> None:
+        """Send unacknowledged ends again; drop those older than `keep_s`."""
+        now = time.monotonic()
+        again: dict[str, _Columns] = {}
+        for entry in list(self._entries.values()):
+            if not entry.finish or now - entry.finished_at < after_s:
+                continue
+            if now - entry.finished_at > keep_s:
+                count("tokens_never_acknowledged", len(entry.tokens))
+                self.forget(entry)
+                continue
+            self._add_all(again.setdefault(entry.owner, _Columns()), entry)
+            if entry.note:
+                self._note(entry.owner, entry.note)
+        self._publish(again)

@@ -1,0 +1,355 @@
+"""Token frames in, numbered events out: the owner's side of every stream it issued a handle for.
+
+A handle is an index into `_slots` plus a generation, so a stale frame matches nothing. Tokens are kept (4 bytes
+each) and events are re-derived from them at will: a slow or reconnecting reader never pauses a decode step.
+A later attempt of the same request must repeat the tokens that are already here; the first one that differs ends
+the stream as `stream_lost`, never as a contradiction. Source: design 2.5-2.7.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline.delivery import Subscriber
+from pipeline.events import FINISH_CODES, Plan
+from pipeline.metrics import count
+from pipeline.stage import TokenStream
+from pipeline.wire import AckKind, WireError, decode_frame, encode_acks
+
+_INDEX_BITS = 32
+_INDEX_MASK = (1 << _INDEX_BITS) - 1
+# Tokens re-derived in one go before the loop gets its turn: 1 us each, so 2 ms. Source: design 8 (stall < 5 ms).
+PUMP_TOKENS = 2_000
+
+
+class Contradiction(Exception):
+    """A later attempt produced another token than the one delivered."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a choice ends: with a finish reason, or with a ready-made error event."""
+
+    name: str
+    failure: bytes | None = None
+
+
+class Stream:
+    """One choice of one request in its owner. Positions count tokens, numbers count events."""
+
+    __slots__ = (
+        "ahead",
+        "at",
+        "choice",
+        "cumulative",
+        "ending",
+        "fed",
+        "finish_at",
+        "first_windowed",
+        "gap_since",
+        "handle",
+        "limit_bytes",
+        "n",
+        "on_first",
+        "open_parser",
+        "out",
+        "parser",
+        "plan",
+        "prefix",
+        "rid",
+        "sent_bytes",
+        "skip_below",
+        "source",
+        "acked",
+        "terminal_n",
+        "tokens",
+        "touched_ns",
+    )
+
+    def __init__(self, rid: str, choice: int, open_parser: Callable[[], TokenStream], out: Subscriber) -> None:
+        self.rid = rid
+        self.choice = choice
+        self.open_parser = open_parser
+        self.parser = open_parser()
+        self.out = out
+        self.prefix = b""
+        self.handle = 0
+        self.tokens = array("I")
+        self.at = 0  # next position expected of the present attempt
+        self.acked = 0
+        self.ahead: dict[int, tuple[tuple[int, ...], int]] = {}  # rows that arrived before their turn
+        self.gap_since = 0.0
+        self.source = ""  # where acknowledgements go
+        self.finish_at = -1
+        self.ending: Ending | None = None
+        self.plan: Plan | None = None
+        self.fed = 0  # tokens given to the parser
+        self.n = 0  # number of the next event
+        self.skip_below = 0  # events below are known to the subscriber
+        self.terminal_n = -1
+        self.sent_bytes = 0
+        self.limit_bytes = -1  # -1: no Want yet, nothing is held back
+        self.first_windowed = 0
+        self.cumulative = array("Q")  # sent_bytes before event first_windowed + i
+        self.touched_ns = 0
+
+    def begin_attempt(self, handle: int, prefix: bytes) -> None:
+        """Tokens of a new attempt come next, from position 0, under a new handle."""
+        self.handle = handle
+        self.prefix = prefix
+        self.at = 0
+        self.acked = 0
+        self.ahead.clear()
+
+    def receive(self, position: int, tokens: tuple[int, ...], finish: int) -> None:
+        """Take a row whose first position is not beyond `at`; what is known already is compared.
+
+        Raises: Contradiction.
+        """
+        known = self.tokens
+        for token in tokens[max(0, self.at - position) :]:
+            if self.at < len(known):
+                if known[self.at] != token:
+                    raise Contradiction(f"position {self.at} was {known[self.at]}, attempt repeats {token}")
+            else:
+                known.append(token)
+            self.at += 1
+        if finish and self.finish_at < 0:
+            self.finish_at = position + len(tokens)
+            self.ending = self.ending or Ending(FINISH_CODES[finish - 1])
+
+    def drain_ahead(self) -> None:
+        """Rows that waited for a gap to close."""
+        while self.ahead:
+            position = min(self.ahead)
+            if position > self.at:
+                return
+            tokens, finish = self.ahead.pop(position)
+            self.receive(position, tokens, finish)
+
+    def end(self, ending: Ending) -> None:
+        """End here, whatever the engine still sends."""
+        self.ending = ending
+        self.finish_at = len(self.tokens)
+
+    def pump(self) -> bool:
+        """Feed the parser and publish events while the window is open; True when more could be done at once."""
+        budget = PUMP_TOKENS
+        tokens, parser = self.tokens, self.parser
+        end = self.finish_at if self.finish_at >= 0 else len(tokens)
+        while self.fed < end and self.terminal_n < 0:
+            if self.sent_bytes >= self.limit_bytes >= 0 and self.n >= self.skip_below:
+                return False
+            event = parser.feed(tokens[self.fed])
+            self.fed += 1
+            if event is not None:
+                self._emit(event, "")
+            if parser.stopped:
+                self.finish_at = end = self.fed
+                self.ending = Ending("stop")
+            budget -= 1
+            if not budget:
+                return True
+        if self.ending is not None and self.fed >= self.finish_at >= 0 and self.terminal_n < 0:
+            # usage is part of the terminal event, so it waits for the plan (repeated with every unacknowledged end)
+            if self.plan is not None or self.ending.failure is not None:
+                self._emit_terminal(self.ending)
+        return False
+
+    def _emit(self, event: bytes, end: str) -> None:
+        n = self.n
+        self.n = n + 1
+        if n < self.skip_below:
+            return
+        if self.limit_bytes >= 0:
+            self.cumulative.append(self.sent_bytes)
+        self.sent_bytes += len(event)
+        self.out.event(self.prefix, n, event, end)
+
+    def _emit_terminal(self, ending: Ending) -> None:
+        if self.sent_bytes >= self.limit_bytes >= 0 and self.n >= self.skip_below:
+            return
+        self.terminal_n = self.n
+        event = ending.failure
+        if event is None:
+            assert self.plan is not None  # pump checked
+            event = self.parser.finish(ending.name, self.plan, self.fed)
+        self._emit(event, ending.name)
+
+    def want(self, following: int, window_bytes: int, out: Subscriber, prefix: bytes, again: bool) -> None:
+        """The subscriber has every event below `following` and takes `window_bytes` more."""
+        if again or out is not self.out:
+            self._rewind(following)
+        self.out = out
+        self.prefix = prefix
+        if self.limit_bytes < 0:
+            self.first_windowed = self.n
+        at = following - self.first_windowed
+        known = self.cumulative
+        base = known[at] if 0 <= at < len(known) else (self.sent_bytes if following >= self.n else 0)
+        self.limit_bytes = max(self.limit_bytes, base + window_bytes)
+
+    def _rewind(self, following: int) -> None:
+        """Derive the events again and publish those from `following` on."""
+        self.parser = self.open_parser()
+        self.fed = 0
+        self.n = 0
+        self.terminal_n = -1
+        self.skip_below = following
+        self.first_windowed = following
+        self.cumulative = array("Q")
+        self.sent_bytes = 0
+        self.limit_bytes = 0 if self.limit_bytes >= 0 else -1
+
+
+class StreamTable:
+    """All streams that this owner process issued handles for."""
+
+    def __init__(
+        self, owner: str, publish: Callable[[str, bytes, str], object], *, resend_after_s: float
+    ) -> None:
+        """publish(subject, payload, reply): on the control connection."""
+        self._owner = owner
+        self._publish = publish
+        self._resend_after_s = resend_after_s
+        self._slots: list[Stream | None] = []
+        self._generations: list[int] = []
+        self._free: list[int] = []
+        self._gaps: set[Stream] = set()
+        self.on_first_tokens: Callable[[Stream], None] = lambda stream: None
+        self.on_ended: Callable[[Stream], None] = lambda stream: None
+        self.on_contradiction: Callable[[Stream, str], None] = lambda stream, why: None
+        self.on_stopped: Callable[[Stream], None] = lambda stream: None
+        self.on_more: Callable[[Stream], None] = lambda stream: None
+
+    def issue(self, stream: Stream) -> int:
+        """A handle for a stream: valid until `release`."""
+        if self._free:
+            index = self._free.pop()
+        else:
+            index = len(self._slots)
+            self._slots.append(None)
+            self._generations.append(0)
+        self._generations[index] += 1
+        self._slots[index] = stream
+        return self._generations[index] << _INDEX_BITS | index
+
+    def release(self, handle: int) -> None:
+        """Frames for this handle match nothing from now on."""
+        index = handle & _INDEX_MASK
+        stream = self._slots[index] if index < len(self._slots) else None
+        if stream is not None and stream.handle == handle:
+            self._slots[index] = None
+            self._free.append(index)
+            self._gaps.discard(stream)
+
+    def __len__(self) -> int:
+        return len(self._slots) - len(self._free)
+
+    def on_frame(self, source: str, payload: bytes, now_s: float) -> None:
+        """Take a frame; `source` is where its sender listens for acknowledgements."""
+        try:
+            frame = decode_frame(payload)
+        except WireError:
+            count("frames_malformed")
+            return
+        slots, tokens, num_slots = self._slots, frame.tokens, len(self._slots)
+        unknown = array("Q")
+        outs: set[Subscriber] = set()
+        at = 0
+        for handle, position, num_tokens, finish in zip(
+            frame.handles, frame.positions, frame.counts, frame.finishes, strict=True
+        ):
+            index = handle & _INDEX_MASK
+            stream = slots[index] if index < num_slots else None
+            end = at + num_tokens
+            if stream is None or stream.handle != handle:
+                unknown.append(handle)
+                at = end
+                continue
+            stream.source = source
+            known = stream.tokens
+            if num_tokens == 1 and not finish and position == len(known) == stream.at and position:
+                known.append(tokens[at])
+                stream.at = position + 1
+                if stream.ahead:
+                    self._close_gap(stream)
+                else:
+                    self._pump(stream)
+            else:
+                self._row(stream, position, tuple(tokens[at:end]), finish, now_s)
+            outs.add(stream.out)
+            at = end
+        for out in outs:
+            out.flush()
+        if unknown:
+            count("frames_unknown_handle", len(unknown))
+            self._publish(source, encode_acks(AckKind.FORGET, unknown, array("I", bytes(4 * len(unknown)))), self._owner)
+
+    def _row(self, stream: Stream, position: int, tokens: tuple[int, ...], finish: int, now_s: float) -> None:
+        if position > stream.at:
+            stream.ahead[position] = (tokens, finish)
+            if stream not in self._gaps:
+                stream.gap_since = now_s
+                self._gaps.add(stream)
+            return
+        first = stream.at == 0
+        try:
+            stream.receive(position, tokens, finish)
+        except Contradiction as error:
+            count("streams_contradicted")
+            self.on_contradiction(stream, str(error))
+            return
+        if first and stream.at:
+            self.on_first_tokens(stream)
+        self._close_gap(stream)
+
+    def _close_gap(self, stream: Stream) -> None:
+        try:
+            stream.drain_ahead()
+        except Contradiction as error:
+            count("streams_contradicted")
+            self.on_contradiction(stream, str(error))
+            return
+        if not stream.ahead:
+            self._gaps.discard(stream)
+        self._pump(stream)
+
+    def _pump(self, stream: Stream) -> None:
+        running = stream.finish_at < 0
+        more = stream.pump()
+        if stream.finish_at >= 0:
+            if running and stream.parser.stopped:
+                self.on_stopped(stream)
+            if stream.at >= stream.finish_at:
+                self.on_ended(stream)
+        if more:
+            self.on_more(stream)
+
+    def pump(self, stream: Stream) -> None:
+        """Publish what became possible (a window opened, an end was set), and flush."""
+        self._pump(stream)
+        stream.out.flush()
+
+    def acknowledge(self, now_s: float) -> None:
+        """Tell every engine which positions are here, and which gaps are older than allowed."""
+        have: dict[str, tuple[array[int], array[int]]] = {}
+        missing: dict[str, tuple[array[int], array[int]]] = {}
+        for stream in self._slots:
+            if stream is None or not stream.source or (stream.finish_at >= 0 and stream.plan is None):
+                continue
+            if stream in self._gaps and now_s - stream.gap_since >= self._resend_after_s:
+                columns = missing.setdefault(stream.source, (array("Q"), array("I")))
+                count("streams_resend_asked")
+            elif stream.at != stream.acked:
+                columns = have.setdefault(stream.source, (array("Q"), array("I")))
+            else:
+                continue
+            stream.acked = stream.at
+            columns[0].append(stream.handle)
+            columns[1].append(stream.at)
+        for kind, by_source in ((AckKind.HAVE, have), (AckKind.RESEND, missing)):
+            for source, (handles, positions) in by_source.items():
+                self._publish(source, encode_acks(kind, handles, positions), self._owner)

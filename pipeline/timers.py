@@ -1,0 +1,63 @@
+"""Many cancellable timers on one event-loop timer. Re-arming is a heap push; stale entries are skipped."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Hashable
+from typing import Any
+
+
+class Timers:
+    """Named timers: (key, name) -> callback. Times are in seconds of the loop's clock."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, fire: Callable[[Any, Any], None]) -> None:
+        self._loop = loop
+        self._fire = fire
+        self._heap: list[tuple[float, int, Hashable, Hashable]] = []
+        self._armed: dict[tuple[Hashable, Hashable], int] = {}
+        self._serial = 0
+        self._handle: asyncio.TimerHandle | None = None
+        self._wakes_at = float("inf")
+
+    def arm(self, key: Hashable, name: Hashable, delay_s: float) -> None:
+        """Fire `(key, name)` after `delay_s`; replaces an earlier one of that name."""
+        self._serial += 1
+        self._armed[key, name] = self._serial
+        at = self._loop.time() + delay_s
+        heapq.heappush(self._heap, (at, self._serial, key, name))
+        self._wake(at)
+
+    def disarm(self, key: Hashable, name: Hashable) -> None:
+        """Stop a timer; unknown ones are fine."""
+        self._armed.pop((key, name), None)
+
+    def close(self) -> None:
+        """Stop everything."""
+        self._armed.clear()
+        self._heap.clear()
+        if self._handle:
+            self._handle.cancel()
+
+    def _wake(self, at: float) -> None:
+        if at >= self._wakes_at:
+            return
+        if self._handle:
+            self._handle.cancel()
+        self._wakes_at = at
+        self._handle = self._loop.call_at(at, self._run)
+
+    def _run(self) -> None:
+        self._wakes_at = float("inf")
+        self._handle = None
+        # libuv's timers have millisecond grain: what is due within it fires now
+        now = self._loop.time() + 0.001
+        while self._heap and self._heap[0][0] <= now:
+            _, serial, key, name = heapq.heappop(self._heap)
+            if self._armed.get((key, name)) == serial:
+                del self._armed[key, name]
+                self._fire(key, name)
+        while self._heap and self._armed.get(self._heap[0][2:]) != self._heap[0][1]:
+            heapq.heappop(self._heap)
+        if self._heap:
+            self._wake(self._heap[0][0])

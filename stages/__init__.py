@@ -1,0 +1,1 @@
+"""One module per stage, glue only; the engines; and the pure functions that balance them."""

@@ -1,0 +1,174 @@
+"""The stub engine: a lasting part of the product for benches, chaos and load generation. No model, real KV bytes.
+
+Every global row depends on all tokens before it, every token on a digest of all block and state bytes in order, so
+a lost, stale, swapped or flipped byte changes the text. With mix = a SplitMix64 finaliser, + modulo 2^64 and
+positions p = 128·b + j:
+
+    c_p   = sum of mix(token_q + 1 + q-in-block) over the tokens q of block b up to p
+    r_p   = mix(d_b xor c_p),   d_0 = root,   d_{b+1} = r of the last row of block b
+    row   = (c_p, r_p)                       paged, 16 bytes an entry
+    ring  = r_p at slot p mod 128            the sliding window
+    D     = xxh3-64 of all rows below n, block by block, then of the state
+    token = ordinary token number mix(seed + k·golden xor D_k), D_0 = D, D_{k+1} = mix(D_k xor r of the new row)
+
+The first tokens of an answer spell "[stub engine]". Source: design 5; the arithmetic: ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kv.layout import Component, Kind, Layout
+from stages.engine.interface import BLOCK_TOKENS, KVMemory, ModelCard, Sequence
+
+WINDOW_TOKENS = 128
+KEEP_TOKENS = 140  # window + backtracking, as the real engine. Source: facts-model 2.1
+# Ids of "[stub engine]" in the V4 vocabulary: the stub says what it is in every answer.
+BANNER = (61, 318, 604, 5466, 63)
+FIRST_WORD, NUM_WORDS = 1_000, 100_000  # ordinary text ids, clear of bytes and specials
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_ROOT = np.uint64(0x7469646D696C6C)
+
+U64 = npt.NDArray[np.uint64]
+
+LAYOUT = Layout(
+    components=(
+        Component(name="rows", kind=Kind.PAGED, entries=BLOCK_TOKENS, entry_bytes=16),
+        Component(name="ring", kind=Kind.RING, entries=WINDOW_TOKENS, entry_bytes=8),
+        Component(name="digest", kind=Kind.STATE, entries=1, entry_bytes=8, stored=False),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StubOptions:
+    """How the stub behaves. Rates of 0 mean "at once".
+
+    flip_block: chaos: after a prefill, flip one byte of this many blocks of the request (after their checksums).
+    """
+
+    step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    max_context_tokens: int = 1 << 20
+    flip_blocks: int = 0
+
+
+def _mix(x: U64) -> U64:
+    x = (x ^ (x >> _S30)) * _M1
+    x = (x ^ (x >> _S27)) * _M2
+    return x ^ (x >> _S31)
+
+
+class StubRunner:
+    """Implements Runner. `step_s` and the prefill rate are kept by whoever steps it, not by sleeping here."""
+
+    def __init__(self, memory: KVMemory, options: StubOptions | None = None) -> None:
+        self.options = options or StubOptions()
+        self.card = ModelCard(
+            name="stub",
+            fingerprint="stub-1",
+            layout=LAYOUT,
+            max_context_tokens=self.options.max_context_tokens,
+            window_tokens=WINDOW_TOKENS,
+            keep_tokens=KEEP_TOKENS,
+            replay_windows=1,
+            vocab_size=129_280,
+            engine="stub",
+        )
+        at, size = LAYOUT.offset("rows"), BLOCK_TOKENS * 16
+        self._rows = memory.blocks[:, at : at + size].view(np.uint64).reshape(-1, BLOCK_TOKENS, 2)
+        ring_at = LAYOUT.offset("ring")
+        self._rings = memory.states[:, ring_at : ring_at + 8 * WINDOW_TOKENS].view(np.uint64)
+        digest_at = LAYOUT.offset("digest")
+        self._digests = memory.states[:, digest_at : digest_at + 8].view(np.uint64)[:, 0]
+        self._states = memory.states
+
+    def prefill(self, seq: Sequence, start: int, end: int) -> int | None:
+        """See Runner."""
+        if start == seq.plan.replay_from:
+            self._states[seq.state_slot] = 0
+        for at in range(start, end, BLOCK_TOKENS):
+            if at % BLOCK_TOKENS:
+                at -= at % BLOCK_TOKENS
+            self._block(seq, max(at, start), min(at + BLOCK_TOKENS, end))
+        if end < seq.num_prompt_tokens:
+            return None
+        self._digests[seq.state_slot] = 0
+        return int(self._next(seq, self._digest(seq)))
+
+    def _block(self, seq: Sequence, start: int, end: int) -> None:
+        """Rows of positions [start, end), which lie in one block."""
+        number, first = divmod(start, BLOCK_TOKENS)
+        rows = self._rows[seq.block_table[number]]
+        offsets = np.arange(first + 1, first + 1 + end - start, dtype=np.uint64)
+        terms = _mix(seq.ids[start:end].astype(np.uint64) + offsets)
+        before = rows[first - 1, 0] if first else np.uint64(0)
+        sums = np.cumsum(terms, dtype=np.uint64) + before
+        hashes = _mix(self._link(seq, number) ^ sums)
+        if start >= seq.plan.hit_tokens:
+            rows[first : first + end - start, 0] = sums
+            rows[first : first + end - start, 1] = hashes
+        slots = np.arange(start, end) % WINDOW_TOKENS
+        self._rings[seq.state_slot][slots] = hashes
+
+    def _link(self, seq: Sequence, number: int) -> np.uint64:
+        """d_b: what a block's rows inherit from the block before it."""
+        return self._rows[seq.block_table[number - 1], -1, 1] if number else _ROOT
+
+    def _digest(self, seq: Sequence) -> np.uint64:
+        """D over every valid row and the ring, in order, as the bytes lie in this engine's memory."""
+        digest = xxhash.xxh3_64(seed=int(seq.num_prompt_tokens))
+        full, rest = divmod(seq.num_prompt_tokens, BLOCK_TOKENS)
+        for block in seq.block_table[:full]:
+            digest.update(self._rows[block].data)
+        if rest:
+            digest.update(np.ascontiguousarray(self._rows[seq.block_table[full], :rest]).data)
+        digest.update(self._rings[seq.state_slot].data)
+        return np.uint64(digest.intdigest())
+
+    @staticmethod
+    def _next(seq: Sequence, digest: np.uint64) -> int:
+        k = len(seq.output)
+        if k < len(BANNER):
+            return BANNER[k]
+        drawn = _mix(np.array([seq.seed], np.uint64) + np.uint64(k) * _GOLDEN ^ digest)
+        return FIRST_WORD + int(drawn[0] % np.uint64(NUM_WORDS))
+
+    def decode(self, seqs: list[Sequence]) -> list[int]:
+        """See Runner. One vectorised pass over the batch."""
+        slots = np.array([seq.state_slot for seq in seqs], np.int64)
+        positions = np.array([seq.num_prompt_tokens + len(seq.output) - 1 for seq in seqs], np.int64)
+        tokens = np.array([seq.output[-1] for seq in seqs], np.uint64)
+        for index in np.flatnonzero(self._digests[slots] == 0):
+            # the first step after a handoff: everything that was read decides everything that follows
+            self._digests[slots[index]] = self._digest(seqs[index])
+        hashes = self._append(seqs, slots, positions, tokens)
+        counts = positions - np.array([seq.num_prompt_tokens for seq in seqs], np.int64) + 1
+        digests = _mix(self._digests[slots] ^ hashes) | np.uint64(1)  # never 0: that means "not taken yet"
+        self._digests[slots] = digests
+        seeds = np.array([seq.seed for seq in seqs], np.uint64)
+        drawn = _mix(seeds + counts.astype(np.uint64) * _GOLDEN ^ digests)
+        words: list[int] = (FIRST_WORD + (drawn % np.uint64(NUM_WORDS)).astype(np.int64)).tolist()
+        if counts.min() < len(BANNER):
+            words = [BANNER[k] if k < len(BANNER) else word for k, word in zip(counts.tolist(), words, strict=True)]
+        return words
+
+    def _append(self, seqs: list[Sequence], slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], tokens: U64) -> U64:
+        """Write the row of each sequence's newest token; returns r of each."""
+        numbers, offsets = np.divmod(positions, BLOCK_TOKENS)
+        blocks = np.array([seq.block_table[number] for seq, number in zip(seqs, numbers.tolist(), strict=True)])
+        before = np.where(offsets > 0, self._rows[blocks, offsets - 1, 0], np.uint64(0))
+        sums = before + _mix(tokens + (offsets + 1).astype(np.uint64))
+        parents = [seq.block_table[number - 1] if number else -1 for seq, number in zip(seqs, numbers.tolist(), strict=True)]
+        links = np.where(np.array(parents) >= 0, self._rows[parents, -1, 1], _ROOT)
+        hashes: U64 = _mix(links ^ sums)
+        self._rows[blocks, offsets, 0] = sums
+        self._rows[blocks, offsets, 1] = hashes
+        self._rings[slots, positions % WINDOW_TOKENS] = hashes
+        return hashes

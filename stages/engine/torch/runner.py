@@ -1,0 +1,108 @@
+"""The torch runner: prefill in chunks and decode in batches, KV bytes in the engine's memory.
+
+Bit-equal for any batch, chunking and handoff on one build and machine, as long as the process has called
+`torch.set_num_threads(1)` (see the package docstring).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.sample import sample, uniform
+from stages.engine.interface import KVMemory, ModelCard, Sequence
+from stages.engine.torch.checkpoint import Checkpoint
+from stages.engine.torch.decode_rows import DecodeRows
+from stages.engine.torch.engram import Engram, Ids
+from stages.engine.torch.kv_bytes import KVBytes
+from stages.engine.torch.kv_layout import layout_of
+from stages.engine.torch.model import Model
+from stages.engine.torch.prefill_rows import PrefillRows
+from stages.engine.torch.weights import load_weights
+
+
+def model_card(checkpoint: Checkpoint) -> ModelCard:
+    """What the system must know of a checkpoint; needed before there is memory to run in."""
+    c = checkpoint.config
+    return ModelCard(
+        name=checkpoint.name,
+        fingerprint=checkpoint.fingerprint,
+        layout=layout_of(c),
+        max_context_tokens=c.max_positions,
+        window_tokens=c.window,
+        keep_tokens=c.keep,
+        replay_windows=c.first_decoder,
+        vocab_size=c.vocab_size,
+        engine="torch",
+    )
+
+
+class TorchRunner:
+    """Computes sequences of one checkpoint in one memory. Not thread-safe: one call at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, memory: KVMemory) -> None:
+        """Raises: MemoryShapeError when the memory does not fit `model_card(checkpoint).layout`."""
+        self.card = model_card(checkpoint)
+        config = checkpoint.config
+        self._kv = KVBytes(config, self.card.layout, memory)
+        self._engram = None
+        if config.engram is not None and checkpoint.token_map is not None:
+            self._engram = Engram(config.engram, checkpoint.token_map)
+        self._model = Model(config, load_weights(checkpoint), self._engram, self._kv)
+
+    def prefill(self, seq: Sequence, start: int, end: int) -> int | None:
+        """See `Runner.prefill`."""
+        hidden = self.prefill_hidden(seq, start, end)
+        if end < seq.num_prompt_tokens or hidden is None:
+            return None
+        return _choose(seq, self.logits(hidden[-1:])[0])
+
+    def decode(self, seqs: list[Sequence]) -> list[int]:
+        """See `Runner.decode`."""
+        if not seqs:
+            return []
+        logits = self.logits(self.decode_hidden(seqs))
+        return [_choose(seq, row) for seq, row in zip(seqs, logits, strict=True)]
+
+    @torch.inference_mode()
+    def prefill_hidden(self, seq: Sequence, start: int, end: int) -> Tensor | None:
+        """The final hidden rows [kept rows of the chunk, D] of a prefill chunk; None when none is kept."""
+        if start == seq.plan.replay_from:
+            self._kv.reset_state(seq.state_slot)
+        ids = seq.ids.astype(np.int64)
+        rows = PrefillRows(self._kv, seq, start, end, seq.plan.replay_from)
+        return self._model.forward(rows, ids[start:end], self._grams(ids[:end], end - start))
+
+    @torch.inference_mode()
+    def decode_hidden(self, seqs: list[Sequence]) -> Tensor:
+        """The final hidden row of each sequence, [B, D]."""
+        tails = [_tail(seq) for seq in seqs]
+        grams = [self._grams(tail, 1) for tail in tails]
+        together = None if self._engram is None else np.concatenate([g for g in grams if g is not None])
+        ids = np.array([tail[-1] for tail in tails])
+        hidden = self._model.forward(DecodeRows(self._kv, seqs), ids, together)
+        assert hidden is not None  # noqa: S101  every decode row is kept
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, D] -> [T, vocab_size] fp32."""
+        return self._model.logits(hidden)
+
+    def _grams(self, ids: Ids, rows: int) -> Ids | None:
+        if self._engram is None:
+            return None
+        return self._engram.grams(ids[-(rows + self._engram.config.max_ngram - 1) :], rows)
+
+
+def _tail(seq: Sequence) -> Ids:
+    """The last tokens of prompt and output, as many as an n-gram needs where there are so many."""
+    prompt = seq.tail_ids if len(seq.tail_ids) else seq.ids[-3:]
+    return np.concatenate([prompt.astype(np.int64), np.array(seq.output, dtype=np.int64)])
+
+
+def _choose(seq: Sequence, logits: Tensor) -> int:
+    p = seq.sampling
+    u = uniform(seq.seed, len(seq.output))
+    return sample(logits, temperature=p.temperature, top_p=p.top_p, top_k=p.top_k, u=u)

@@ -1,0 +1,33 @@
+"""parse: token ids into the events of the request's own protocol. A stream stage: one parser per choice."""
+
+from __future__ import annotations
+
+from codec.chat import ChatStream
+from codec.models import ParseSpec, StreamMeta, Usage
+from codec.vocab import OutputVocab
+from pipeline.events import Plan
+
+
+class Parse:
+    """One choice's parser: `feed` token by token, `finish` once. Pure, so the owner may run it again."""
+
+    __slots__ = ("_chat", "feed")
+
+    def __init__(self, spec: ParseSpec, meta: StreamMeta, vocab: OutputVocab) -> None:
+        self._chat = ChatStream(spec, meta, vocab)
+        self.feed = self._chat.feed  # bound once: this is called for every token
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was found."""
+        return self._chat.stopped
+
+    def finish(self, reason: str, plan: Plan, num_tokens: int) -> bytes:
+        """The terminal event, usage included."""
+        usage = Usage(
+            prompt_tokens=plan.prompt_tokens,
+            cached_tokens=plan.hit_tokens,
+            completion_tokens=num_tokens,
+            reasoning_tokens=min(self._chat.reasoning_tokens, num_tokens),
+        )
+        return self._chat.finish(reason, usage)

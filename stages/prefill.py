@@ -1,0 +1,369 @@
+"""prefill: takes matched prompts, computes their KV, sends position 0 to the owner and the KV on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import structlog
+
+import kv.plan
+from kv.block import Lease, split_keys
+from kv.links import RegionServer
+from pipeline import blob
+from pipeline.engine_host import EngineHost
+from pipeline.errors import RequestError, TransientError
+from pipeline.events import (
+    Envelope,
+    HandoffEnded,
+    IndexChanged,
+    Outcome,
+    Plan,
+    PrefillNoted,
+    PrefixMatched,
+    RegionTicket,
+    Sampling,
+    Span,
+    StageFailed,
+)
+from pipeline.metrics import count
+from pipeline.outbox import Entry, TokenRow
+from pipeline.stage import Answer, EngineLoad, Held
+from pipeline.stepper import Stepper
+from pipeline.wire import encode
+from stages.engine.decode_engine import finish_of
+from stages.engine.interface import BLOCK_TOKENS, ModelCard, SamplingParams, Sequence
+from stages.engine.memory import EngineMemory
+from stages.engine.prefill_engine import PrefillEngine, PrefillJob
+from stages.handover import Handover, Sender
+
+log = structlog.get_logger()
+
+# A prompt waits at most about two seconds here (design 2.9); until the rate is measured, this many tokens.
+MAX_QUEUED_TOKENS = 1 << 20
+PARTIAL_KEY = bytes(16)  # of a last block that is not full: never stored, never hit
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt in hand."""
+
+    event: PrefixMatched
+    job: PrefillJob
+    plan: Plan
+    leases: list[Lease]
+    taken_ns: int
+    started_ns: int = 0
+    handover: Handover | None = None
+    entry: Entry | None = None
+
+
+@dataclass(slots=True)
+class Prefill:
+    """Engine stage of a prefill worker."""
+
+    host: EngineHost
+    card: ModelCard
+    memory: EngineMemory
+    engine: PrefillEngine
+    name: str = "prefill"
+    _prompts: dict[tuple[str, int], _Prompt] = field(default_factory=dict)
+    _fetches: set[asyncio.Task[None]] = field(default_factory=set)
+    _index_seq: int = 0
+    _server: RegionServer = field(init=False)
+    _sender: Sender = field(init=False)
+    _stepper: Stepper = field(init=False)
+    _index_subject: str = field(init=False)
+
+    def start(self) -> None:
+        """Open the region to readers and begin to step; call on the running loop."""
+        self._server = RegionServer(self.memory.region)
+        self._sender = Sender(self.host, self.memory, self.ticket, self._handed_over)
+        self._stepper = Stepper(self.engine, self._stepped, self._step_failed)
+        topology, worker = self.host.bus.topology, self.host.worker
+        self._index_subject = topology.subject("index", worker=worker)
+        self.host.bus.subscribe(topology.subject("index_sync", worker=worker), self._index_wanted, control=True)
+
+    def close(self) -> None:
+        """Stop stepping and close the region."""
+        self._stepper.close()
+        self._server.close()
+        self.memory.close()
+
+    def ticket(self, epoch: int = 0) -> RegionTicket:
+        """How to reach this engine's region, under a lease."""
+        region = self.memory.region
+        return RegionTicket(self.host.worker, region.region_id, epoch, region.num_bytes, "shm", self._server.address)
+
+    # --- what the host asks (pipeline.stage.EngineStage)
+
+    def envelope(self, event: PrefixMatched) -> Envelope:
+        """See EngineStage."""
+        return event.prompt.env
+
+    def submit(self, event: PrefixMatched) -> Answer:
+        """Pin what is hit, reserve the rest, queue the prompt."""
+        prompt = event.prompt
+        if prompt.fingerprint != self.card.fingerprint:
+            return Answer(Outcome.BUSY, f"serves {self.card.fingerprint}, not {prompt.fingerprint}")
+        if prompt.num_prompt_tokens > self.max_prompt_tokens:
+            return Answer(Outcome.REFUSED, f"a prompt of {prompt.num_prompt_tokens} tokens never fits")
+        if self._queued_tokens() > MAX_QUEUED_TOKENS:
+            return Answer(Outcome.BUSY, "the prefill queue is full", retry_after_s=0.1)
+        taken = self._reserve(event)
+        if taken is None:
+            count("prefill_no_room")
+            return Answer(Outcome.BUSY, "no free KV blocks or state slots", retry_after_s=0.05)
+        self._prompts[taken.job.key] = taken
+        if prompt.ids_ref:
+            self._spawn(self._fetch_ids(taken))
+        else:
+            self._begin(taken, prompt.ids)
+        return Answer(Outcome.ACCEPTED, plan=taken.plan)
+
+    def repeat(self, event: PrefixMatched) -> Answer:
+        """See EngineStage."""
+        env = event.prompt.env
+        known = self._prompts.get((env.rid, env.attempt))
+        return Answer(Outcome.DUPLICATE, plan=known.plan if known else None)
+
+    def cancel(self, rid: str, attempt: int) -> None:
+        """See EngineStage."""
+        for key in [key for key in self._prompts if key[0] == rid and (attempt < 0 or key[1] <= attempt)]:
+            taken = self._prompts[key]
+            if taken.handover is not None:
+                self._sender.cancel(taken.handover)
+            else:
+                self.engine.cancel(key)
+                self._stepper.wake()
+            if taken.entry is not None:
+                self.host.outbox.forget(taken.entry)
+
+    def stop_choice(self, rid: str, attempt: int, choice: int, position: int) -> None:
+        """A stop string within the first token: nothing is left to do here."""
+
+    def unknown_entry(self, entry: Entry) -> None:
+        """The outbox has forgotten it already; a prompt whose owner is gone is cancelled by its new owner."""
+
+    def handoff_ended(self, message: HandoffEnded) -> None:
+        """See EngineStage."""
+        self._sender.ended(message)
+
+    def holds(self) -> list[Held]:
+        """See EngineStage."""
+        return [
+            Held(taken.job.seq.rid, taken.job.seq.attempt, self.name, taken.event.prompt.env.owner, 0)
+            for taken in self._prompts.values()
+        ]
+
+    def tick(self) -> None:
+        """See EngineStage."""
+        self._sender.tick()
+
+    def load(self) -> EngineLoad:
+        """See EngineStage."""
+        return EngineLoad(
+            free_slots=0 if self._queued_tokens() > MAX_QUEUED_TOKENS else self.memory.free_states,
+            running=min(len(self._prompts), 1),
+            queued=max(len(self._prompts) - 1, 0),
+            queued_tokens=self._queued_tokens(),
+            kv_used=self.memory.used_share,
+            model=self.card.name,
+            fingerprint=self.card.fingerprint,
+            layout=self.card.layout.digest().hex(),
+            max_prompt_tokens=self.max_prompt_tokens,
+            ticket=self.ticket(),
+            index_seq=self._index_seq,
+        )
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that fits the model and this pool; one token is left for the answer."""
+        return min(self.card.max_context_tokens - 1, self.memory.num_blocks * BLOCK_TOKENS)
+
+    # --- from acceptance to the end
+
+    def _queued_tokens(self) -> int:
+        return sum(
+            taken.job.seq.num_prompt_tokens - taken.job.computed_to
+            for taken in self._prompts.values()
+            if taken.handover is None
+        )
+
+    def _reserve(self, event: PrefixMatched) -> _Prompt | None:
+        prompt, env = event.prompt, event.prompt.env
+        n = prompt.num_prompt_tokens
+        hit = self.memory.match(prompt.block_keys, (n - 1) // BLOCK_TOKENS)
+        plan = kv.plan.plan(
+            n,
+            len(hit.blocks) * BLOCK_TOKENS,
+            keep=self.card.keep_tokens,
+            window=self.card.window_tokens,
+            windows=self.card.replay_windows,
+        )
+        fresh = self.memory.allocate(-(-n // BLOCK_TOKENS) - len(hit.blocks))
+        slot = self.memory.take_state() if fresh is not None else None
+        if fresh is None or slot is None:
+            self.memory.release([hit] if fresh is None else [hit, fresh])
+            return None
+        seq = Sequence(
+            rid=env.rid,
+            attempt=env.attempt,
+            choice=0,
+            ids=np.empty(0, np.uint32),
+            tail_ids=np.empty(0, np.uint32),
+            num_prompt_tokens=n,
+            plan=plan,
+            block_table=[*hit.blocks, *fresh.blocks],
+            state_slot=slot,
+            seed=env.seed,
+            sampling=sampling_params(prompt.sampling),
+        )
+        told = Plan(n, plan.hit_tokens, plan.compute_from, plan.replay_from, env.seed)
+        job = PrefillJob(seq, num_known_blocks=len(hit.blocks))
+        return _Prompt(event, job, told, [hit, fresh], time.time_ns())
+
+    async def _fetch_ids(self, taken: _Prompt) -> None:
+        prompt = taken.event.prompt
+        try:
+            ref = blob.BlobRef.parse(prompt.ids_ref)
+            ids = await blob.get(self.host.bus, prompt.env.tenant, prompt.env.rid, ref, 4 * self.max_prompt_tokens)
+        except (RequestError, TransientError) as error:
+            self._fail(taken, f"token ids not read: {error}", transient=True)
+            return
+        self._begin(taken, ids)
+
+    def _begin(self, taken: _Prompt, ids: bytes) -> None:
+        if len(ids) != 4 * taken.job.seq.num_prompt_tokens:
+            self._fail(taken, f"{len(ids)} bytes of ids for {taken.job.seq.num_prompt_tokens} tokens", transient=False)
+            return
+        taken.job.seq.ids = np.frombuffer(ids, "<u4")
+        taken.started_ns = time.time_ns()
+        self.engine.submit(taken.job)
+        self._stepper.wake()
+
+    def _stepped(self, jobs: list[PrefillJob]) -> None:
+        for job in jobs:
+            taken = self._prompts.get(job.key)
+            if taken is None:
+                continue
+            if job.first_token < 0:
+                count("prefills_cancelled")
+                self._release(taken)
+            elif self.host.is_dead(*job.key):
+                count("prefills_finished_for_nobody")
+                self._release(taken)
+            else:
+                self._finished(taken)
+
+    def _step_failed(self, error: BaseException) -> None:
+        for job in self.engine.fail_all():
+            taken = self._prompts.get(job.key)
+            if taken is not None:
+                self._fail(taken, f"prefill failed: {type(error).__name__}", transient=True)
+
+    def _finished(self, taken: _Prompt) -> None:
+        job, env = taken.job, taken.event.prompt.env
+        seq = job.seq
+        self._seal(taken)
+        seq.output.append(job.first_token)
+        finish = finish_of(seq, job.first_token, self.card.max_context_tokens)
+        spans = (
+            *taken.event.spans,
+            Span(self.name, self.host.worker, taken.taken_ns, time.time_ns(), f"{seq.plan.kind}"),
+        )
+        decode = "" if finish else self._sender.choose(self.card)
+        note = PrefillNoted(env.rid, env.attempt, taken.plan, decode, spans, self.host.worker, self.host.epoch)
+        repeated = encode(note) if finish else b""
+        taken.entry = self.host.outbox.open(env.handles[seq.choice], env.owner, env.rid, 0, repeated)
+        self.host.tell(env.owner, note)
+        self.host.outbox.push([TokenRow(taken.entry, 0, (job.first_token,), finish)])
+        if finish:
+            self._release(taken)
+        else:
+            taken.handover = self._sender.hand_over(self._offer(taken), decode, self.card)
+
+    def _seal(self, taken: _Prompt) -> None:
+        seq, known = taken.job.seq, taken.job.num_known_blocks
+        keys = split_keys(taken.event.prompt.block_keys)
+        for number in range(known, seq.num_prompt_tokens // BLOCK_TOKENS):
+            digest = taken.job.checksums[number - known]
+            approximate = seq.plan.approximate
+            self.memory.seal(seq.block_table[number], keys[number], digest, approximate=approximate)
+        self._publish_index()
+
+    def _offer(self, taken: _Prompt) -> Handover:
+        job, prompt = taken.job, taken.event.prompt
+        seq = job.seq
+        known = [self.memory.sealed_checksum(block) or bytes(16) for block in seq.block_table[: job.num_known_blocks]]
+        full = seq.num_prompt_tokens // BLOCK_TOKENS
+        keys = prompt.block_keys[: 16 * full] + PARTIAL_KEY * (len(seq.block_table) - full)
+        return Handover(
+            env=prompt.env,
+            plan=taken.plan,
+            sampling=prompt.sampling,
+            seq=seq,
+            block_keys=keys,
+            checksums=b"".join((*known, *job.checksums)),
+            tail_ids=seq.ids[-3:].astype("<u4").tobytes(),
+        )
+
+    def _handed_over(self, handover: Handover) -> None:
+        """The handoff has ended, well or not: its blocks are free again."""
+        taken = self._prompts.get((handover.env.rid, handover.env.attempt))
+        if taken is not None:
+            if taken.entry is not None:
+                self.host.outbox.forget(taken.entry)
+            self._release(taken)
+
+    def _fail(self, taken: _Prompt, message: str, *, transient: bool) -> None:
+        env = taken.event.prompt.env
+        log.warning("prefill failed", rid=env.rid, reason=message)
+        failed = StageFailed(
+            env.rid, env.attempt, self.name, self.host.worker, self.host.epoch, "internal", message, transient
+        )
+        self.host.tell(env.owner, failed)
+        self.host.forget(env.rid, env.attempt)
+        self._release(taken)
+
+    def _release(self, taken: _Prompt) -> None:
+        if self._prompts.pop(taken.job.key, None) is None:
+            return
+        self.memory.release(taken.leases)
+        self.memory.give_state(taken.job.seq.state_slot)
+        self._publish_index()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._fetches.add(task)
+        task.add_done_callback(self._fetches.discard)
+
+    # --- what lookup should know
+
+    def _publish_index(self) -> None:
+        for event in self.memory.drain_events():
+            self._index_seq += 1
+            stored, removed = (event.keys, b"") if event.stored else (b"", event.keys)
+            change = IndexChanged(self.host.worker, self.host.epoch, self._index_seq, stored, removed)
+            self.host.bus.tell(self._index_subject, encode(change))
+
+    def _index_wanted(self, _subject: str, reply: str, _payload: bytes, _headers: bytes | None) -> None:
+        keys = self.memory.stored_keys()
+        snapshot = IndexChanged(self.host.worker, self.host.epoch, self._index_seq, keys, b"", snapshot=True)
+        self.host.bus.tell(reply, encode(snapshot))
+
+
+def sampling_params(sampling: Sampling) -> SamplingParams:
+    """An event's sampling as the engines want it."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        eos_ids=sampling.eos_ids,
+        ignore_eos=sampling.ignore_eos,
+    )

@@ -1,0 +1,335 @@
+"""transfer: the reader's end of the handoff. Answers an offer, reads the KV one-sidedly, verifies, hands it to decode.
+
+Nothing writes foreign memory; a byte is used only after its checksum and the lease have been checked on the copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import structlog
+
+from kv.block import Lease
+from kv.handoff import DecodeAction, DecodeHandoff, DecodeInput, FailReason
+from kv.links import LinkError, Links
+from kv.plan import KVPlan, PlanKind
+from kv.region import RegionReader, RevokedError
+from kv.transfer import INLINE_BYTES, ChecksumError, Offer, OfferError, TransferResult, transfer
+from pipeline.engine_host import EngineHost
+from pipeline.events import (
+    Beacon,
+    Envelope,
+    HandoffEnded,
+    KVTransferred,
+    Outcome,
+    PrefillFinished,
+    Span,
+    StageFailed,
+)
+from pipeline.metrics import count
+from pipeline.outbox import Entry
+from pipeline.stage import Answer, EngineLoad, Held
+from pipeline.wire import encode
+from stages.decode import Decode
+from stages.engine.interface import BLOCK_TOKENS, Sequence
+from stages.engine.memory import EngineMemory
+from stages.prefill import PARTIAL_KEY, sampling_params
+
+log = structlog.get_logger()
+
+MAX_QUEUED_OFFERS = 64  # bounded waiting place (design 2.9); beyond it an offer is busy
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """An offer in hand."""
+
+    event: PrefillFinished
+    offer: Offer
+    handoff: DecodeHandoff
+    had: Lease | None = None
+    fresh: Lease | None = None
+    slot: int = -1
+    result: TransferResult | None = None
+    arrived_ns: int = field(default_factory=time.time_ns)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.event.env.rid, self.event.env.attempt
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Engine stage of a decode worker: everything up to the first decode step. Cancels and loads are decode's too."""
+
+    host: EngineHost
+    memory: EngineMemory
+    decode: Decode
+    links: Links
+    verify: bool = True  # off only in the test that shows why it is on
+    name: str = "transfer"
+    _readings: dict[tuple[str, int], _Reading] = field(default_factory=dict)
+    _queue: deque[_Reading] = field(default_factory=deque)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self) -> None:
+        """Attach regions as soon as their owners announce them: the first offer then needs no round trip."""
+        self.host.membership.on_change.append(self._heard)
+        self.decode.on_freed = self._admit_queued
+
+    # --- what the host asks (pipeline.stage.EngineStage)
+
+    def envelope(self, event: PrefillFinished) -> Envelope:
+        """See EngineStage."""
+        return event.env
+
+    def submit(self, event: PrefillFinished) -> Answer:
+        """OK, LATER or NEVER; never more than there is room for."""
+        card = self.decode.card
+        try:
+            offer = Offer.from_wire(event.offer)
+        except OfferError as error:
+            count("offers_malformed")
+            return Answer(Outcome.REFUSED, str(error))
+        if event.fingerprint != card.fingerprint:
+            return Answer(Outcome.BUSY, f"serves {card.fingerprint}, not {event.fingerprint}")
+        if offer.num_blocks + 1 > self.memory.num_blocks:
+            return Answer(Outcome.REFUSED, f"{offer.num_blocks} blocks never fit into {self.memory.num_blocks}")
+        reading = _Reading(event, offer, DecodeHandoff(offer.epoch))
+        if not self._queue and self._reserve(reading):
+            self._readings[reading.key] = reading
+            return self._carry_out(reading, reading.handoff.on(DecodeInput.ADMIT))
+        if len(self._queue) >= MAX_QUEUED_OFFERS:
+            return Answer(Outcome.BUSY, "the offer queue is full", retry_after_s=0.1)
+        self._readings[reading.key] = reading
+        self._queue.append(reading)
+        return self._carry_out(reading, reading.handoff.on(DecodeInput.DELAY))
+
+    def repeat(self, event: PrefillFinished) -> Answer:
+        """See EngineStage."""
+        reading = self._readings.get((event.env.rid, event.env.attempt))
+        if reading is None or reading.offer.epoch != event.offer.ticket.epoch:
+            return Answer(Outcome.DUPLICATE)
+        return self._carry_out(reading, reading.handoff.on(DecodeInput.REPEAT))
+
+    def cancel(self, rid: str, attempt: int) -> None:
+        """See EngineStage."""
+        for key in [key for key in self._readings if key[0] == rid and (attempt < 0 or key[1] <= attempt)]:
+            self._on(self._readings[key], DecodeInput.CANCEL)
+        self.decode.cancel(rid, attempt)
+
+    def stop_choice(self, rid: str, attempt: int, choice: int, position: int) -> None:
+        """See EngineStage."""
+        self.decode.stop_choice(rid, attempt, choice, position)
+
+    def unknown_entry(self, entry: Entry) -> None:
+        """See EngineStage."""
+        self.decode.unknown_entry(entry)
+
+    def handoff_ended(self, message: HandoffEnded) -> None:
+        """For producers only."""
+
+    def holds(self) -> list[Held]:
+        """See EngineStage."""
+        reading = [
+            Held(r.event.env.rid, r.event.env.attempt, self.name, r.event.env.owner, 0) for r in self._readings.values()
+        ]
+        return reading + self.decode.holds()
+
+    def tick(self) -> None:
+        """Offers whose lease ran out while they waited."""
+        for reading in [r for r in self._queue if r.offer.lapsed()]:
+            self._on(reading, DecodeInput.EXPIRE)
+
+    def load(self) -> EngineLoad:
+        """See EngineStage."""
+        return self.decode.load(len(self._readings))
+
+    # --- from the offer to the first step
+
+    def _heard(self, beacon: Beacon) -> None:
+        if beacon.ticket is not None and self.links.attached(beacon.ticket) is None:
+            self._spawn(self._attach_early(beacon))
+
+    async def _attach_early(self, beacon: Beacon) -> None:
+        if beacon.ticket is None:
+            return
+        try:
+            await self.links.attach(beacon.ticket)
+        except LinkError as error:
+            count("links_failed")
+            log.debug("region not attached", holder=beacon.worker, error=str(error))
+
+    def _reserve(self, reading: _Reading) -> bool:
+        """Blocks (those that are here already are held, not read again) and a state slot."""
+        offer = reading.offer
+        full = reading.event.num_prompt_tokens // BLOCK_TOKENS
+        had = self.memory.match(reading.event.offer.block_keys[: 16 * full], full)
+        fresh = self.memory.allocate(offer.num_blocks - len(had.blocks))
+        slot = self.memory.take_state() if fresh is not None else None
+        if fresh is None or slot is None:
+            self.memory.release([had] if fresh is None else [had, fresh])
+            return False
+        reading.had, reading.fresh, reading.slot = had, fresh, slot
+        return True
+
+    def _admit_queued(self) -> None:
+        while self._queue and self._reserve(self._queue[0]):
+            self._on(self._queue.popleft(), DecodeInput.ADMIT)
+
+    def _on(self, reading: _Reading, what: DecodeInput, reason: FailReason | None = None) -> None:
+        answer = self._carry_out(reading, reading.handoff.on(what, reason))
+        if answer.outcome is Outcome.ACCEPTED:
+            self.host.answer(reading.event, answer)
+
+    def _carry_out(self, reading: _Reading, actions: tuple[DecodeAction, ...]) -> Answer:
+        answer = Answer(Outcome.DUPLICATE)
+        for action in actions:
+            match action:
+                case DecodeAction.SAY_OK:
+                    answer = Answer(Outcome.ACCEPTED)
+                case DecodeAction.SAY_LATER:
+                    answer = Answer(Outcome.QUEUED)
+                case DecodeAction.SAY_NEVER:
+                    answer = Answer(Outcome.REFUSED)
+                case DecodeAction.READ:
+                    self._spawn(self._read(reading))
+                case DecodeAction.VERIFY:
+                    pass  # part of the copy: each block is verified while it is in the cache
+                case DecodeAction.FREE:
+                    self._free(reading)
+                case DecodeAction.NOTE_RELEASED:
+                    self._note(reading, "")
+                case DecodeAction.NOTE_FAILED:
+                    self._failed(reading)
+                case DecodeAction.DECODE:
+                    self._begin_decode(reading)
+        return answer
+
+    async def _read(self, reading: _Reading) -> None:
+        try:
+            reader = self.links.attached(reading.event.offer.ticket)
+            if reader is None:
+                reader = await self.links.attach(reading.event.offer.ticket)
+            reading.result = await self._copy(reading, reader)
+        except LinkError as error:
+            self._reading_failed(reading, FailReason.LINK, error)
+        except RevokedError as error:
+            self._reading_failed(reading, FailReason.REVOKED, error)
+        except ChecksumError as error:
+            count("kv_checksum_errors", len(error.blocks) + len(error.state))
+            self._reading_failed(reading, FailReason.CHECKSUM, error)
+        except OfferError as error:
+            self._reading_failed(reading, FailReason.MALFORMED, error)
+        else:
+            self._on(reading, DecodeInput.COPIED)
+            self._on(reading, DecodeInput.VERIFIED)
+
+    async def _copy(self, reading: _Reading, reader: RegionReader) -> TransferResult:
+        assert reading.had is not None and reading.fresh is not None  # _reserve filled them
+        offer = reading.offer
+        lacking = range(len(reading.had.blocks), offer.num_blocks)
+        views = self.memory.block_views(reading.fresh.blocks)
+        state = self.memory.kv.states[reading.slot]
+        num_bytes = int(offer.blocks[lacking.start :, 1].sum()) + offer.state_bytes
+        if num_bytes <= INLINE_BYTES:
+            return transfer(reader, offer, views, state, lacking, verify=self.verify)
+        return await asyncio.to_thread(transfer, reader, offer, views, state, lacking, verify=self.verify)
+
+    def _reading_failed(self, reading: _Reading, reason: FailReason, error: Exception) -> None:
+        log.warning("KV not read", rid=reading.event.env.rid, reason=str(reason), error=str(error))
+        self._on(reading, DecodeInput.FAIL, reason)
+
+    def _begin_decode(self, reading: _Reading) -> None:
+        assert reading.had is not None and reading.fresh is not None and reading.result is not None
+        event, env, offer = reading.event, reading.event.env, reading.offer
+        self._seal(reading)
+        note = KVTransferred(
+            env.rid,
+            env.attempt,
+            self.host.worker,
+            self.host.epoch,
+            reading.result.num_bytes,
+            reading.result.num_blocks_read,
+            reading.result.num_blocks_had,
+            self._spans(reading),
+            event.plan,
+        )
+        self.host.tell(env.owner, note)
+        del self._readings[reading.key]
+        plan = event.plan
+        seq = Sequence(
+            rid=env.rid,
+            attempt=env.attempt,
+            choice=0,
+            ids=np.empty(0, np.uint32),
+            tail_ids=np.frombuffer(event.tail_ids, "<u4"),
+            num_prompt_tokens=event.num_prompt_tokens,
+            plan=KVPlan(
+                prompt_tokens=plan.prompt_tokens,
+                hit_tokens=plan.hit_tokens,
+                compute_from=plan.compute_from,
+                replay_from=plan.replay_from,
+                kind=PlanKind.HIT,
+            ),
+            block_table=[*reading.had.blocks, *reading.fresh.blocks],
+            state_slot=reading.slot,
+            seed=plan.seed,
+            sampling=sampling_params(event.sampling),
+            output=[event.first_tokens[0]],
+        )
+        self.decode.begin(seq, [reading.had, reading.fresh], env.handles[0], env.owner, encode(note))
+
+    def _seal(self, reading: _Reading) -> None:
+        """Full blocks may be hit by the next handoff of the same prefix."""
+        assert reading.had is not None and reading.fresh is not None
+        first = len(reading.had.blocks)
+        for number, block in enumerate(reading.fresh.blocks, start=first):
+            key = reading.offer.block_keys[number]
+            if key != PARTIAL_KEY and self.verify:
+                self.memory.seal(block, key, reading.offer.checksums[number], approximate=False)
+
+    def _spans(self, reading: _Reading) -> tuple[Span, ...]:
+        start_ns = reading.event.spans[-1].start_ns if reading.event.spans else reading.arrived_ns
+        result = reading.result
+        text = f"{result.num_bytes} bytes, {result.num_blocks_had} blocks here already" if result else ""
+        return (Span(self.name, self.host.worker, start_ns, time.time_ns(), text),)
+
+    def _note(self, reading: _Reading, reason: str) -> None:
+        event = reading.event
+        ended = HandoffEnded(event.env.rid, event.env.attempt, self.host.worker, reading.offer.epoch, reason)
+        self.host.tell(event.sender, ended)
+
+    def _failed(self, reading: _Reading) -> None:
+        """Both ends hear of it: prefill frees its KV, the owner starts another attempt."""
+        env = reading.event.env
+        reason = str(reading.handoff.reason or FailReason.INTERNAL)
+        self._readings.pop(reading.key, None)
+        if reading in self._queue:
+            self._queue.remove(reading)
+        self._note(reading, reason)
+        self.host.forget(env.rid, env.attempt)
+        if reason != FailReason.CANCELLED:
+            failed = StageFailed(
+                env.rid, env.attempt, self.name, self.host.worker, self.host.epoch, "internal", reason, True
+            )
+            self.host.tell(env.owner, failed)
+
+    def _free(self, reading: _Reading) -> None:
+        leases = [lease for lease in (reading.had, reading.fresh) if lease is not None]
+        self.memory.release(leases)
+        if reading.slot >= 0:
+            self.memory.give_state(reading.slot)
+        reading.had = reading.fresh = None
+        reading.slot = -1
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
