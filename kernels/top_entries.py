@@ -33,10 +33,8 @@ def _chosen(scores: Tensor, k: int) -> Tensor:
 def top_entries(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     """TopK of rows whose invisible entries are at minus infinity."""
     rows, entries = scores.shape
-    if entries <= k:
-        index = torch.arange(k).expand(rows, k)
-    else:
-        index = _chosen(scores, k).nonzero()[:, 1].view(rows, k)
+    everything = torch.arange(k).expand(rows, k)
+    index = everything if entries <= k else _chosen(scores, k).nonzero()[:, 1].view(rows, k)
     return torch.where(index < visible.unsqueeze(1), index, -1)
 
 

@@ -247,6 +247,15 @@ class Client:
         subject = self._bus.topology.subject("cancel", tenant=self.tenant)
         self._bus.publish(subject, json.dumps({"rid": rid}).encode())
 
+    async def cancel_and_wait(self, rid: str, timeout_s: float = 1.0) -> bool:
+        """Cancel and say whether an owner has answered."""
+        subject = self._bus.topology.subject("cancel", tenant=self.tenant)
+        try:
+            await self._bus.ask(subject, json.dumps({"rid": rid}).encode(), timeout_s)
+        except TransientError:
+            return False
+        return True
+
     def _open(self, rid: str, num_choices: int) -> Stream:
         self._serial += 1
         stream = Stream(self, rid, self._serial, num_choices)

@@ -64,7 +64,7 @@ def _shape(topology: Topology, stage: StageSpec, cls: type) -> Iterator[str]:
     """What the class lacks of its shape."""
     for method in _METHODS[stage.shape]:
         if not hasattr(cls, method) and method not in inspect.get_annotations(cls):
-            yield f"is a {stage.shape} stage without '{method}'"
+            yield f"is of shape {stage.shape} and has no '{method}'"
     # what comes from inside the process is handed over by a companion, in its own way
     topics = [topology.topics[name] for name in stage.inputs if name in topology.topics]
     wanted = {topic.event for topic in topics if topic.delivery is not Delivery.LOCAL}

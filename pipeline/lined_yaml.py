@@ -58,21 +58,16 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _table)
 
 def load(text: str) -> tuple[Table, list[str]]:
     """The top table of a document and its faults, each with a line. Unreadable text gives an empty table."""
-    loader = _Loader(text)
-    try:
-        data = loader.get_single_data()
-    except yaml.YAMLError as error:
-        data, loader.faults = None, [f"not YAML: {' '.join(str(error).split())}"]
-    else:
-        if not isinstance(data, Table):
-            loader.faults.append("the document is not a table")
-    finally:
-        loader.dispose()
-    if isinstance(data, Table):
-        return data, loader.faults
     empty = Table()
     empty.line, empty.lines = 1, {}
-    return empty, loader.faults
+    try:
+        loader = _Loader(text)
+        data = loader.get_single_data()
+    except yaml.YAMLError as error:
+        return empty, [f"not YAML: {' '.join(str(error).split())}"]
+    if not isinstance(data, Table):
+        return empty, [*loader.faults, "the document is not a table"]
+    return data, loader.faults
 
 
 class RecordReader:

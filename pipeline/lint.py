@@ -14,7 +14,6 @@ from pathlib import Path
 
 from pipeline.code_check import check_code as _check_code
 from pipeline.topology import (
-    DEFAULT_PATH,
     OUTSIDE,
     Delivery,
     Reading,
@@ -22,7 +21,7 @@ from pipeline.topology import (
     Topology,
     TopologyError,
     params_of,
-    read,
+    read_file,
     wildcard,
 )
 
@@ -67,9 +66,10 @@ STREAM_AGE_SLACK_S = 600  # design 2.1: max_age = longest allowed timeout + 10 m
 def lint(path: Path | None = None, *, check_code: bool = False) -> list[str]:
     """Every fault of topics.yaml, one line each, in the file's order; empty = none.
 
+    Raises: TopologyError if the file cannot be read.
     `check_code` also imports each stage's class and looks for its shape, and each event in `pipeline.events`.
     """
-    reading = read((path or DEFAULT_PATH).read_text(encoding="utf-8"))
+    reading = read_file(path)
     faults = list(reading.faults)
     for check in CHECKS:
         faults += check(reading)

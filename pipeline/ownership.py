@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, assert_never
 
 import msgspec
@@ -400,6 +401,8 @@ class Ownership:
         for choice in range(choices):
             stream = Stream(request.rid, choice, opener(choice), request.subscriber)
             stream.prefix = request.subscriber.prefix(request.head.tag, request.machine.attempt, choice)
+            if request.head.timeline and choice == choices - 1:
+                stream.before_end = partial(self._timeline, request)
             if ending is not None:
                 stream.end(ending)
             request.streams.append(stream)
@@ -488,7 +491,6 @@ class Ownership:
         if request.encoding is None and ending.failure is None:
             failure = self._codec.failure(request.head.protocol, ErrorCode.INVALID_REQUEST, end.message or "ended early")
             ending = Ending(ending.name, failure)
-        self._timeline(request)
         for stream in request.streams:
             if stream.ending is None:
                 stream.end(ending)
@@ -655,10 +657,18 @@ class Ownership:
                 self.signal(request, HolderLost(worker, holder.epoch))
 
     def _timeline(self, request: Request) -> None:
-        if not request.head.timeline:
-            return
-        spans = [msgspec.to_builtins(span) for span in request.spans.values()]
-        note = note_body("request_timeline", rid=request.rid, now_ns=time.time_ns(), spans=spans)
+        """Tell the subscriber which stage had the request when; sent just before the last event."""
+        now_ns = time.time_ns()
+        spans = dict(request.spans)
+        first_ns = spans["prefill"].end_ns if "prefill" in spans else 0
+        if first_ns:
+            tokens = sum(len(stream.tokens) for stream in request.streams)
+            decode = request.machine.holders.get("decode")
+            if decode is not None and "transfer" in spans:
+                spans["decode"] = Span("decode", decode.worker, spans["transfer"].end_ns, now_ns, f"{tokens} tokens")
+            events = sum(stream.n for stream in request.streams)
+            spans["parse"] = Span("parse", self.worker, first_ns, now_ns, f"{events} events")
+        note = note_body("request_timeline", rid=request.rid, spans=[msgspec.structs.asdict(s) for s in spans.values()])
         request.subscriber.note(request.head.tag, request.machine.attempt, note)
 
 

@@ -24,6 +24,10 @@ _INDEX_MASK = (1 << _INDEX_BITS) - 1
 PUMP_TOKENS = 2_000
 
 
+def _nothing() -> None:
+    pass
+
+
 class Contradiction(Exception):
     """A later attempt produced another token than the one delivered."""
 
@@ -40,8 +44,10 @@ class Stream:
     """One choice of one request in its owner. Positions count tokens, numbers count events."""
 
     __slots__ = (
+        "acked",
         "ahead",
         "at",
+        "before_end",
         "choice",
         "cumulative",
         "ending",
@@ -52,7 +58,6 @@ class Stream:
         "handle",
         "limit_bytes",
         "n",
-        "on_first",
         "open_parser",
         "out",
         "parser",
@@ -62,10 +67,8 @@ class Stream:
         "sent_bytes",
         "skip_below",
         "source",
-        "acked",
         "terminal_n",
         "tokens",
-        "touched_ns",
     )
 
     def __init__(self, rid: str, choice: int, open_parser: Callable[[], TokenStream], out: Subscriber) -> None:
@@ -93,7 +96,7 @@ class Stream:
         self.limit_bytes = -1  # -1: no Want yet, nothing is held back
         self.first_windowed = 0
         self.cumulative = array("Q")  # sent_bytes before event first_windowed + i
-        self.touched_ns = 0
+        self.before_end: Callable[[], None] = _nothing
 
     def begin_attempt(self, handle: int, prefix: bytes) -> None:
         """Tokens of a new attempt come next, from position 0, under a new handle."""
@@ -176,6 +179,7 @@ class Stream:
         if event is None:
             assert self.plan is not None  # pump checked
             event = self.parser.finish(ending.name, self.plan, self.fed)
+        self.before_end()
         self._emit(event, ending.name)
 
     def want(self, following: int, window_bytes: int, out: Subscriber, prefix: bytes, again: bool) -> None:

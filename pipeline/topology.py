@@ -162,7 +162,7 @@ class Topology:
     @classmethod
     def load(cls, path: Path | None = None) -> Topology:
         """Read topics.yaml. Raises: TopologyError with every fault of form (what it means: `pipeline.lint`)."""
-        reading = read((path or DEFAULT_PATH).read_text(encoding="utf-8"))
+        reading = read_file(path)
         if reading.faults:
             raise TopologyError(*reading.faults)
         return reading.topology
@@ -293,3 +293,14 @@ def read(text: str) -> Reading:
         lines=reader.lines,
     )
     return Reading(topology=topology, faults=reader.faults, broken=reader.broken)
+
+
+def read_file(path: Path | None = None) -> Reading:
+    """Read a file as far as possible; topics.yaml beside the packages by default.
+
+    Raises: TopologyError if it cannot be read at all.
+    """
+    try:
+        return read((path or DEFAULT_PATH).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TopologyError(f"{path or DEFAULT_PATH} cannot be read: {error}") from error

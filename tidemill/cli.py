@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tidemill import __version__
 from tidemill.errors import CommandError, ConfigError
 from tidemill.logs import LEVELS
+
+if TYPE_CHECKING:  # importing it takes long
+    from pipeline.topology import Topology
 
 app = typer.Typer(
     help="An event-driven LLM serving pipeline over NATS: prefill, handoff, decode.",
@@ -293,15 +296,17 @@ def demo(
         raise typer.Exit(commands.demo(engine=engine.value, body_path=body))
 
 
-TopicsFile = Annotated[Path | None, typer.Argument(help="Another file than the installed topics.yaml.")]
+TopicsFile = Annotated[
+    Path | None, typer.Argument(exists=True, dir_okay=False, help="Another file than the installed topics.yaml.")
+]
 
 
 @topics_app.command()
 def lint(file: TopicsFile = None) -> None:
-    """Check topics.yaml: every fault in one list."""
-    from pipeline import topology  # noqa: PLC0415 - --help stays quick
+    """Check topics.yaml and that the code agrees with it: every fault in one list."""
+    from pipeline import lint as rules  # noqa: PLC0415 - --help stays quick
 
-    faults = topology.lint(file or _topics_path())
+    faults = rules.lint(file, check_code=True)
     for fault in faults:
         typer.echo(fault, err=True)
     if faults:
@@ -312,21 +317,24 @@ def lint(file: TopicsFile = None) -> None:
 @topics_app.command()
 def graph(file: TopicsFile = None) -> None:
     """Print the Mermaid diagram of the README."""
-    from pipeline import drawing, topology  # noqa: PLC0415 - --help stays quick
+    from pipeline import drawing  # noqa: PLC0415 - --help stays quick
 
-    typer.echo(drawing.graph(topology.Topology.load(file)))
+    typer.echo(drawing.graph(_topology(file)))
 
 
 @topics_app.command()
 def table(file: TopicsFile = None) -> None:
     """Print all topics as a Markdown table."""
-    from pipeline import drawing, topology  # noqa: PLC0415 - --help stays quick
+    from pipeline import drawing  # noqa: PLC0415 - --help stays quick
 
-    typer.echo(drawing.table(topology.Topology.load(file)))
+    typer.echo(drawing.table(_topology(file)))
 
 
-def _topics_path() -> Path:
-    """The topics.yaml beside the packages, in a checkout and in a wheel alike."""
-    import pipeline  # noqa: PLC0415 - only after activate()
+def _topology(file: Path | None) -> Topology:
+    from pipeline.topology import Topology, TopologyError  # noqa: PLC0415 - --help stays quick
 
-    return Path(str(pipeline.__file__)).resolve().parent.parent / "topics.yaml"
+    with _errors_shown():
+        try:
+            return Topology.load(file)
+        except TopologyError as error:
+            raise CommandError(str(error)) from None

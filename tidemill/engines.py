@@ -64,19 +64,18 @@ def _torch(options: EngineOptions, *, shared: bool) -> Built:
     import torch  # noqa: PLC0415 - a stub worker never loads it
 
     from stages.engine.torch.checkpoint import read_checkpoint  # noqa: PLC0415
-    from stages.engine.torch.kv_layout import layout_of  # noqa: PLC0415
-    from stages.engine.torch.runner import TorchRunner  # noqa: PLC0415
+    from stages.engine.torch.runner import TorchRunner, model_card  # noqa: PLC0415
 
     torch.set_num_threads(options.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     checkpoint = read_checkpoint(options.model_dir or demo_checkpoint())
     states = options.states or TORCH_STATES
-    memory = EngineMemory(layout_of(checkpoint.config), options.kv_blocks or TORCH_BLOCKS, states, shared=shared)
+    memory = EngineMemory(model_card(checkpoint).layout, options.kv_blocks or TORCH_BLOCKS, states, shared=shared)
     return Built(TorchRunner(checkpoint, memory.kv), memory, False, TORCH_BATCH)
 
 
 def demo_checkpoint() -> Path:
     """The deterministic random checkpoint that `up` and `demo` run; made in the user's cache on first use."""
-    from stages.engine.torch.random_checkpoint import ensure_demo_checkpoint  # noqa: PLC0415
+    from stages.engine.torch import random_checkpoint  # noqa: PLC0415
 
-    return ensure_demo_checkpoint(cache_dir() / "models")
+    return random_checkpoint.demo_checkpoint(cache_dir() / "models")

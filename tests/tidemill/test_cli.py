@@ -126,3 +126,18 @@ def test_an_unknown_command_and_an_unknown_engine_are_usage_errors():
 
 def test_version():
     assert tidemill("--version").stdout == "tidemill 0.1.0\n"
+
+
+def test_topics_are_linted_drawn_and_listed():
+    assert tidemill("topics", "lint").stdout == "topics.yaml: no fault\n"
+    assert "lookup" in tidemill("topics", "graph").stdout
+    assert tidemill("topics", "table").stdout.startswith("|")
+
+
+def test_a_faulty_topics_file_is_told_and_fails(tmp_path: Path):
+    file = tmp_path / "topics.yaml"
+    file.write_text("version: 1\nstages: {}\nsurprise: true\n")
+    for command in ("lint", "graph"):
+        shown = CliRunner().invoke(app, ["topics", command, str(file)])
+        assert shown.exit_code == 1
+        assert "surprise" in shown.output

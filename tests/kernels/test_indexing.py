@@ -1,0 +1,74 @@
+"""Index scores and the choice of entries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.index_scores import index_scores
+from kernels.quant_fp4 import fake_index
+from kernels.top_entries import candidate_mask, hide_invisible, top_entries
+
+
+def random(*shape: int, seed: int = 18) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("width", [32, 128])
+def test_scores_are_exact_sums_in_head_order(width):
+    q, w, k = fake_index(random(19, 16, width)), random(19, 16, seed=19), fake_index(random(701, width, seed=20))
+    scores = index_scores(q, w, k)
+    dots = torch.einsum("thd,nd->thn", q.double(), k.double()).float().clamp_min(0)
+    want = dots[:, 0] * w[:, 0, None]
+    for head in range(1, 16):
+        want += dots[:, head] * w[:, head, None]
+    assert torch.equal(scores, want) if width == 32 else torch.allclose(scores, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [32, 128])
+def test_scores_do_not_depend_on_company_or_context(width):
+    q, w, k = fake_index(random(150, 16, width)), random(150, 16, seed=19), fake_index(random(2000, width, seed=20))
+    full = index_scores(q, w, k)
+    for rows, entries in ((1, 2000), (3, 17), (16, 1), (150, 33)):
+        assert torch.equal(index_scores(q[5 : 5 + rows], w[5 : 5 + rows], k[:entries]), full[5 : 5 + rows, :entries])
+
+
+def test_no_entries_give_no_scores():
+    assert index_scores(random(3, 4, 32), random(3, 4), random(0, 32)).shape == (3, 0)
+
+
+def plain_choice(scores: torch.Tensor, visible: int, k: int) -> list[int]:
+    best = sorted(range(visible), key=lambda i: (-scores[i].item(), i))[:k]
+    return sorted(best) + [-1] * (k - len(best))
+
+
+@pytest.mark.parametrize("entries", [0, 1, 7, 8, 9, 40])
+def test_the_best_visible_entries_are_chosen_and_ties_go_to_the_lowest_index(entries):
+    scores = torch.randint(-2, 3, (60, entries), generator=torch.Generator().manual_seed(21)).float()
+    visible = torch.arange(60) % (entries + 1)
+    index = top_entries(hide_invisible(scores.clone(), visible), visible, 8)
+    assert index.tolist() == [plain_choice(scores[row], int(visible[row]), 8) for row in range(60)]
+
+
+def test_damaged_scores_are_never_chosen_before_sound_ones():
+    scores = torch.tensor([[float("nan")] * 5 + [1.0] * 20])
+    index = top_entries(hide_invisible(scores, torch.tensor([25])), torch.tensor([25]), 8)
+    assert index.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]]
+
+
+def test_a_small_context_has_no_candidate_pool():
+    assert candidate_mask(torch.zeros(2, 32), torch.tensor([32, 5]), 4, 8) is None
+
+
+def test_candidates_are_the_best_blocks_and_the_newest_one():
+    scores = random(5, 100)
+    visible = torch.tensor([100, 90, 33, 9, 1])
+    mask = candidate_mask(hide_invisible(scores, visible), visible, 4, 8)
+    assert mask is not None
+    for row, end in enumerate(visible.tolist()):
+        best = [scores[row, b * 8 : min(b * 8 + 8, end)].max().item() if b * 8 < end else -1e9 for b in range(13)]
+        best[(end - 1) // 8] = 1e9
+        blocks = sorted(range(13), key=lambda b: (-best[b], b))[:4]
+        chosen = {b for b in range(13) if mask[row, b * 8]}
+        assert chosen == set(blocks)
+        assert mask[row].sum() == sum(min(8, 100 - 8 * b) for b in blocks)
