@@ -40,6 +40,7 @@ class Bus:
         self.data = data
         self.control = control
         self._on_reconnect: list[Callable[[], None]] = []
+        self._denied: list[str] = []
 
     @classmethod
     async def connect(
@@ -65,6 +66,8 @@ class Bus:
     async def _open(self, client: Client, urls: list[str], name: str, on_reconnect: Any) -> None:
         async def on_error(error: Exception) -> None:
             count("bus_errors")
+            if "permissions violation" in str(error).lower():
+                self._denied.append(str(error))
             log.warning("bus error", connection=name, error=str(error))
 
         async def on_disconnect() -> None:
@@ -165,6 +168,12 @@ class Bus:
                 await client.flush(timeout=2)
             except (nats.errors.Error, asyncio.TimeoutError):
                 count("flush_failed")
+
+    async def check_permissions(self) -> None:
+        """Raises: SetupError naming every subject that the broker has refused so far."""
+        await self.flush()
+        if self._denied:
+            raise SetupError(f"the broker refuses {len(self._denied)} subjects: {'; '.join(sorted(set(self._denied)))}")
 
     async def close(self) -> None:
         """Close both connections."""

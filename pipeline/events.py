@@ -341,7 +341,7 @@ class IndexChanged(Struct, frozen=True, tag="IndexChanged"):
 
 
 # Events that are not msgpack structs: what their bytes are. docs/protocol.md describes each.
-OTHER_EVENTS: dict[str, str] = {
+OTHER_FORMATS: dict[str, str] = {
     "TokensDecoded": "a binary frame, see pipeline/wire.py",
     "TokensAcknowledged": "binary columns, see pipeline/wire.py",
     "StreamEvent": "JSON {n, a, c, event} or a msgpack batch of them",

@@ -58,10 +58,15 @@ class Worker:
         self._services.append(service)
 
     async def run(self) -> None:
-        """Serve until a signal, then drain."""
+        """Serve until a signal, then drain.
+
+        Raises: SetupError when the broker refuses a subject that this worker needs.
+        """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._signalled)
+        self._beat()
+        await self.bus.check_permissions()
         async with asyncio.TaskGroup() as group:
             beacon = group.create_task(self._announce())
             services = [group.create_task(_run(service, self.stop)) for service in self._services]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from stages.engine.decode_engine import DecodeEngine
-from stages.engine.interface import Runner
+from stages.engine.interface import Runner, Sequence
 from stages.engine.memory import EngineMemory
 from stages.engine.prefill_engine import PrefillEngine
 from tidemill.engine_options import EngineOptions
@@ -31,6 +32,7 @@ class Built:
     memory: EngineMemory
     inline: bool
     max_batch: int
+    chaos: Callable[[Sequence], None] | None = None
 
 
 def build(engine: str, options: EngineOptions, *, shared: bool) -> Built:
@@ -41,7 +43,11 @@ def build(engine: str, options: EngineOptions, *, shared: bool) -> Built:
 def prefill_engine(built: Built, options: EngineOptions) -> PrefillEngine:
     """The scheduler of a prefill worker."""
     return PrefillEngine(
-        built.runner, built.memory.kv, inline=built.inline, tokens_per_s=options.stub_prefill_tokens_per_s
+        built.runner,
+        built.memory.kv,
+        inline=built.inline,
+        tokens_per_s=options.stub_prefill_tokens_per_s,
+        chaos=built.chaos,
     )
 
 
@@ -57,7 +63,8 @@ def _stub(options: EngineOptions, *, shared: bool) -> Built:
     states = options.states or STUB_STATES
     memory = EngineMemory(LAYOUT, options.kv_blocks or STUB_BLOCKS, states, shared=shared)
     stub = StubOptions(max_context_tokens=options.stub_max_context_tokens, flip_blocks=options.stub_flip_blocks)
-    return Built(StubRunner(memory.kv, stub), memory, True, states)
+    runner = StubRunner(memory.kv, stub)
+    return Built(runner, memory, True, states, runner.flip if options.stub_flip_blocks else None)
 
 
 def _torch(options: EngineOptions, *, shared: bool) -> Built:

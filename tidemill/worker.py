@@ -15,7 +15,7 @@ from pipeline.errors import SetupError
 from pipeline.topology import Topology
 from pipeline.worker import Worker
 from tidemill.engine_options import EngineOptions
-from tidemill.errors import CommandError, ConfigError
+from tidemill.errors import ConfigError
 from tidemill.heartbeat import beat
 
 log = structlog.get_logger()
@@ -30,7 +30,7 @@ def run_worker(
 ) -> int:
     """Run a worker until SIGTERM; 0 after a clean drain.
 
-    Raises: CommandError when the stages make no sense together or the surroundings lack something.
+    Raises: ConfigError when the stages make no sense together or the surroundings lack something.
     """
     topology = Topology.load()
     names = check_stages(stages, topology)
@@ -40,7 +40,8 @@ def run_worker(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(names, nats, engine, worker, settings, topology))
     except SetupError as error:
-        raise CommandError(str(error)) from error
+        # not worth another try by a supervisor: somebody must change the surroundings
+        raise ConfigError(str(error)) from error
     return 0
 
 

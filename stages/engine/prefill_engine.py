@@ -6,6 +6,7 @@ A head that is not ready blocks those behind it (facts-system R41); balance betw
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv.block import checksum
@@ -34,12 +35,22 @@ class PrefillJob:
 class PrefillEngine:
     """Runs prefill jobs. `submit` and `cancel` may be called from another thread than `step`."""
 
-    def __init__(self, runner: Runner, memory: KVMemory, *, inline: bool, tokens_per_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        memory: KVMemory,
+        *,
+        inline: bool,
+        tokens_per_s: float = 0.0,
+        chaos: Callable[[Sequence], None] | None = None,
+    ) -> None:
+        """tokens_per_s: pretended rate, 0 = none. chaos: may spoil bytes of a finished prompt after its checksums."""
         self.inline = inline
         self.pace_s = 0.0
         self._runner = runner
         self._memory = memory
         self._tokens_per_s = tokens_per_s
+        self._chaos = chaos
         self._queue: deque[PrefillJob] = deque()
         self._cancelled: set[tuple[str, int]] = set()
 
@@ -70,6 +81,8 @@ class PrefillEngine:
             return []
         job.first_token = token
         job.checksums = self._checksums(job)
+        if self._chaos is not None:
+            self._chaos(job.seq)
         self._queue.popleft()
         return [job]
 

@@ -48,13 +48,11 @@ LAYOUT = Layout(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StubOptions:
-    """How the stub behaves. Rates of 0 mean "at once".
+    """How the stub behaves. How fast it is, is its scheduler's affair.
 
-    flip_block: chaos: after a prefill, flip one byte of this many blocks of the request (after their checksums).
+    flip_blocks: chaos: so many times, flip one byte of a finished prompt's first block, after its checksum.
     """
 
-    step_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
     max_context_tokens: int = 1 << 20
     flip_blocks: int = 0
 
@@ -70,6 +68,7 @@ class StubRunner:
 
     def __init__(self, memory: KVMemory, options: StubOptions | None = None) -> None:
         self.options = options or StubOptions()
+        self._flips_left = self.options.flip_blocks
         self.card = ModelCard(
             name="stub",
             fingerprint="stub-1",
@@ -139,6 +138,12 @@ class StubRunner:
             return BANNER[k]
         drawn = _mix(np.array([seq.seed], np.uint64) + np.uint64(k) * _GOLDEN ^ digest)
         return FIRST_WORD + int(drawn[0] % np.uint64(NUM_WORDS))
+
+    def flip(self, seq: Sequence) -> None:
+        """Chaos: spoil the first row of a finished prompt, while flips are left."""
+        if self._flips_left > 0:
+            self._flips_left -= 1
+            self._rows[seq.block_table[0], 0, 1] ^= np.uint64(1)
 
     def decode(self, seqs: list[Sequence]) -> list[int]:
         """See Runner. One vectorised pass over the batch."""
