@@ -155,6 +155,8 @@ def test_the_least_recently_matched_prompt_is_forgotten_first_and_its_deepest_bl
     index.stored("a", 1, 3, chain(3, 20))
     assert [index.match(chain(n, 50)).get("a") for n in (1, 2, 3)] == [50, 30, 20]
     assert index.counts.evicted == 20
+    index.stored("a", 1, 4, chain(4, 30))  # 1 is now the one that was matched longest ago
+    assert [index.match(chain(n, 60)).get("a") for n in (1, 2, 3, 4)] == [20, 30, 20, 30]
     index.check()
 
 

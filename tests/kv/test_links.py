@@ -106,6 +106,7 @@ def test_killing_the_owner_while_threads_read_hurts_no_reader(owner: Owner, runn
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             owner.process.kill()
             assert all((out == 42).all() for out in await asyncio.gather(*tasks))
+        owner.process.wait()
         with pytest.raises(LinkError, match="Connection refused"):
             await ShmLink().attach(owner.ticket)
 

@@ -69,7 +69,9 @@ def test_a_reader_sees_what_the_owner_writes(region: Region):
         assert (reader.region_id, reader.num_bytes) == (region.region_id, SIZE)
 
 
-@pytest.mark.parametrize("pair", [(SIZE, 1), (0, SIZE + 1), (-1, 2), (0, -1), (2**62, 2**62), (SIZE - 1, 2**63 - 1)])
+@pytest.mark.parametrize(
+    "pair", [(SIZE, 1), (0, SIZE + 1), (-1, 2), (0, -1), (2**62, 2**62), (SIZE - 1, 2**63 - 1), (2**63 - 1, 1)]
+)
 def test_no_descriptor_reaches_outside_the_region(region: Region, pair: tuple[int, int]):
     with read(region) as reader:
         out = dests(4, 1)
@@ -144,6 +146,13 @@ def test_size_and_contents_are_sealed_even_for_the_owners_own_user():
             with pytest.raises(PermissionError):
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
             os.close(fd)
+
+
+def test_a_handed_out_descriptor_is_read_only():
+    with Region.shared(SIZE) as region:
+        fd = region.readonly_fd()
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        os.close(fd)
 
 
 def test_a_readers_array_refuses_writing(region: Region):

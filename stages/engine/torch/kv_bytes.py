@@ -50,6 +50,7 @@ class KVBytes:
                 raise MemoryShapeError(f"{name} must be uint8 [any, {size}], not {raw.dtype} {list(raw.shape)}")
         self.config = config
         self.states = memory.states
+        self.stored_bytes = layout.stored_state_bytes
         self.rings = [_view(memory, layout, ring_name(layer)) for layer in range(config.layers)]
         sources = config.kv_sources
         self.open = {s: _view(memory, layout, open_name(s)) for s in sources if config.ratios[s] == 2}
@@ -60,9 +61,12 @@ class KVBytes:
         """Entries that 128 tokens make in that layer."""
         return BLOCK_TOKENS // self.config.ratios[source]
 
-    def reset_state(self, slot: int) -> None:
-        """Forget whatever request had the slot: zero bytes decode to finite values, which masks then hide."""
-        self.states[slot] = 0
+    def reset_state(self, slot: int, *, keep_stored: bool) -> None:
+        """Forget whatever request had the slot: zero bytes decode to finite values, which masks then hide.
+
+        `keep_stored`: the stored part has just been restored from a snapshot and stays.
+        """
+        self.states[slot, self.stored_bytes if keep_stored else 0 :] = 0
 
     def read_ring(self, layer: int, slots: Ints, positions: Ints) -> Tensor:
         """Window rows of `positions` [..., W] in state `slots` (broadcast against them): [..., W, d] fp32."""

@@ -91,6 +91,5 @@ class PrefillRows:
         first = max(self.start, cut)
         if first >= self.end:
             return None
-        seen_from = max(cut, self.seq.plan.replay_from)
-        rows = PrefillRows(self.kv, self.seq, first, self.end, seen_from)
+        rows = PrefillRows(self.kv, self.seq, first, self.end, cut)
         return rows, slice(first - self.start, self.end - self.start)

@@ -22,6 +22,10 @@ from stages.engine.torch.prefill_rows import PrefillRows
 from stages.engine.torch.weights import load_weights
 
 
+class SequenceError(ValueError):
+    """A sequence that this runner cannot compute: a caller's fault."""
+
+
 def model_card(checkpoint: Checkpoint) -> ModelCard:
     """What the system must know of a checkpoint; needed before there is memory to run in."""
     c = checkpoint.config
@@ -52,7 +56,11 @@ class TorchRunner:
         self._model = Model(config, load_weights(checkpoint), self._engram, self._kv)
 
     def prefill(self, seq: Sequence, start: int, end: int) -> int | None:
-        """See `Runner.prefill`."""
+        """See `Runner.prefill`. Where the plan starts at a snapshot, the caller has put it into the state slot.
+
+        Raises:
+            SequenceError: positions, context, blocks or token ids out of range.
+        """
         hidden = self.prefill_hidden(seq, start, end)
         if end < seq.num_prompt_tokens or hidden is None:
             return None
@@ -67,11 +75,19 @@ class TorchRunner:
 
     @torch.inference_mode()
     def prefill_hidden(self, seq: Sequence, start: int, end: int) -> Tensor | None:
-        """The final hidden rows [kept rows of the chunk, D] of a prefill chunk; None when none is kept."""
-        if start == seq.plan.replay_from:
-            self._kv.reset_state(seq.state_slot)
+        """The final hidden rows [kept rows of the chunk, D] of a prefill chunk; None when none is kept.
+
+        Raises:
+            SequenceError: positions, context, blocks or token ids out of range.
+        """
+        self._check(seq, start, end)
+        plan = seq.plan
+        restored = 0 < plan.compute_from == plan.replay_from  # no replay: window state came from a snapshot
+        if start == plan.replay_from:
+            self._kv.reset_state(seq.state_slot, keep_stored=restored)
+        seen_from = plan.replay_from - (self.card.window_tokens - 1 if restored else 0)
         ids = seq.ids.astype(np.int64)
-        rows = PrefillRows(self._kv, seq, start, end, seq.plan.replay_from)
+        rows = PrefillRows(self._kv, seq, start, end, seen_from)
         return self._model.forward(rows, ids[start:end], self._grams(ids[:end], end - start))
 
     @torch.inference_mode()
@@ -89,6 +105,13 @@ class TorchRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, D] -> [T, vocab_size] fp32."""
         return self._model.logits(hidden)
+
+    def _check(self, seq: Sequence, start: int, end: int) -> None:
+        limits = self.card.max_context_tokens, len(seq.ids), len(seq.block_table) * self.card.layout.block_tokens
+        if not seq.plan.replay_from <= start < end <= seq.num_prompt_tokens or end > min(limits):
+            raise SequenceError(f"cannot prefill [{start}, {end}) of {seq.num_prompt_tokens} tokens; limits {limits}")
+        if (top := int(seq.ids[start:end].max())) >= self.card.vocab_size:
+            raise SequenceError(f"token {top} is outside the vocabulary of {self.card.vocab_size}")
 
     def _grams(self, ids: Ids, rows: int) -> Ids | None:
         if self._engram is None:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
 from kv.layout import Kind
+from kv.plan import plan
 from stages.engine.interface import KVMemory, Runner, Sequence
 from stages.engine.torch.checkpoint import Checkpoint
 from stages.engine.torch.kv_bytes import MemoryShapeError
-from stages.engine.torch.runner import TorchRunner
+from stages.engine.torch.runner import SequenceError, TorchRunner
 from tests.stages.engine.torch.conftest import Engine
 
 
@@ -90,10 +94,12 @@ def test_uneven_chunks_around_the_cut_change_no_bit(tiny: Checkpoint):
     a, b = whole.sequence(n), parts.sequence(n)
     whole.prefill(a, chunk=n)
     cut = n - parts.card.keep_tokens
-    for start, end in ((0, 3), (3, cut - 1), (cut - 1, cut + 1), (cut + 1, n - 1), (n - 1, n)):
-        hidden = parts.runner.prefill_hidden(b, start, end)
-        assert (hidden is None) == (end <= cut)
-    assert torch.equal(whole.runner.prefill_hidden(a, 0, n)[-1:], hidden)
+    bounds = [0, 3, cut - 1, cut + 1, n - 1, n]
+    hidden = [parts.runner.prefill_hidden(b, start, end) for start, end in pairwise(bounds)]
+    assert [h is None for h in hidden] == [True, True, False, False, False]
+    together = whole.runner.prefill_hidden(a, 0, n)
+    assert together is not None
+    assert torch.equal(together, torch.cat([h for h in hidden if h is not None]))
     assert whole.kv_of(a) == parts.kv_of(b)
 
 
@@ -118,6 +124,25 @@ def test_an_exact_hit_gives_every_bit_of_a_cold_run(tiny: Checkpoint, n, hit_blo
         engine.decode([hit], 1)
         cold_engine.decode([cold], 1)
     assert hit.output == cold.output
+
+
+@pytest.mark.parametrize(("n", "hit"), [(700, 384), (1111, 1024)])
+def test_a_snapshot_spares_the_replay_and_changes_no_bit(tiny: Checkpoint, n, hit):
+    cold_engine, engine = Engine(tiny), Engine(tiny)
+    cold, first = cold_engine.sequence(n), engine.sequence(n)
+    cold_engine.prefill(cold)
+    begin = min(hit, (n - engine.card.keep_tokens) // 128 * 128)
+    engine.runner.prefill(first, 0, begin)
+    stored = slice(0, engine.card.layout.stored_state_bytes)
+    snapshot = engine.memory.states[first.state_slot, stored].copy()
+    engine.runner.prefill(first, begin, n)
+    again = engine.sequence(n)
+    again.plan = plan(n, hit, keep=engine.card.keep_tokens, window=128, windows=1, snapshots={begin})
+    assert again.plan.replay_from == begin
+    again.block_table[: hit // 128] = first.block_table[: hit // 128]
+    engine.memory.states[again.state_slot, stored] = snapshot
+    assert engine.prefill(again) == cold.output[0]
+    assert engine.kv_of(again) == cold_engine.kv_of(cold)
 
 
 def test_a_bounded_replay_is_close_but_not_exact(tiny: Checkpoint):
@@ -186,6 +211,22 @@ def test_greedy_decoding_ignores_the_seed(tiny: Checkpoint):
         engine.decode([seq], 8)
         outputs.append(seq.output)
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "change"),
+    [
+        (0, 61, {}),
+        (5, 5, {}),
+        (0, 60, {"block_table": []}),
+        (0, 60, {"ids": np.full(60, 512, np.uint32)}),
+        (0, 60, {"ids": np.full(59, 5, np.uint32)}),
+        (0, 5000, {"num_prompt_tokens": 5000}),
+    ],
+)
+def test_what_is_out_of_range_is_named(engine, start, end, change):
+    with pytest.raises(SequenceError, match="cannot prefill|outside the vocabulary"):
+        engine.runner.prefill(replace(engine.sequence(60), **change), start, end)
 
 
 def test_an_empty_batch_is_nothing_to_do(engine):
