@@ -12,9 +12,9 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields
 
-import codec.codec
 import uvloop
 
+import codec.codec
 from pipeline.events import Plan, RequestBody
 from pipeline.ownership import Ownership
 from pipeline.topology import Topology

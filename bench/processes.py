@@ -88,7 +88,7 @@ class Fleet:
             childs_end = -1
             readable, _, _ = select.select([heart], [], [], READY_TIMEOUT_S)
             if not readable or not os.read(heart, 1):
-                raise ProcessError(f"{worker} did not start:\n{self.log_tail(worker)}")
+                raise ProcessError(f"{worker} did not start (exit code {process.poll()}):\n{self.log_tail(worker)}")
         finally:
             os.close(heart)  # it may beat on: a heart that nobody hears is harmless
             if childs_end >= 0:

@@ -9,7 +9,6 @@ what matters, and a buffered message would reach peers that have not subscribed 
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import nats.errors
 import structlog
 
-from pipeline.errors import SetupError, TransientError
 from pipeline.busclient import BusDisconnected, BusOverrun, Client
+from pipeline.errors import SetupError, TransientError
 from pipeline.fastnats import make_client
 from pipeline.metrics import count
 from pipeline.topology import Topology
@@ -56,11 +55,13 @@ class Bus:
             await bus._open(bus.data, list(urls), f"{worker}/data", bus._reconnected)
             if not single:
                 await bus._open(bus.control, list(urls), f"{worker}/control", None)
-        except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
+        except (nats.errors.Error, OSError, TimeoutError) as error:
             await bus.close()
             raise SetupError(f"no NATS server answers at {', '.join(urls)}: {error!r}") from error
         if bus.data.max_payload < MIN_PAYLOAD_BYTES:
-            raise SetupError(f"max_payload of the broker is {bus.data.max_payload}, at least {MIN_PAYLOAD_BYTES} needed")
+            allowed = bus.data.max_payload
+            await bus.close()
+            raise SetupError(f"max_payload of the broker is {allowed} bytes, at least {MIN_PAYLOAD_BYTES} are needed")
         return bus
 
     async def _open(self, client: Client, urls: list[str], name: str, on_reconnect: Any) -> None:
@@ -149,7 +150,7 @@ class Bus:
         """
         try:
             answer = await self.control.request(subject, payload, timeout=timeout_s)
-        except (nats.errors.Error, asyncio.TimeoutError, OSError) as error:
+        except (nats.errors.Error, TimeoutError, OSError) as error:
             raise TransientError(f"no answer on {subject}: {error!r}") from error
         return bytes(answer.data)
 
@@ -166,7 +167,7 @@ class Bus:
         for client in (self.data, self.control):
             try:
                 await client.flush(timeout=2)
-            except (nats.errors.Error, asyncio.TimeoutError):
+            except (nats.errors.Error, TimeoutError):
                 count("flush_failed")
 
     async def check_permissions(self) -> None:

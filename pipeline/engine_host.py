@@ -70,7 +70,7 @@ class EngineHost:
         self.draining = True
         drained_by = time.monotonic() + self.limits.drain_s
         while (self._stage.holds() or len(self.outbox)) and time.monotonic() < drained_by:
-            await asyncio.sleep(self.limits.ack_tokens_s)
+            await asyncio.sleep(self.limits.ack_tokens_s)  # noqa: ASYNC110 - holds of a stage have no event
         for held in self._stage.holds():
             failed = StageFailed(
                 held.rid, held.attempt, held.stage, self.worker, self.epoch, "internal", "the worker stopped", True
@@ -104,10 +104,8 @@ class EngineHost:
         if not self._tombstones.take(env.rid, env.attempt):
             self.answer(event, self._stage.repeat(event))
             return
-        if self.draining:
-            answer = Answer(Outcome.BUSY, "the worker is stopping")
-        else:
-            answer = self._stage.submit(event)
+        stopping = Answer(Outcome.BUSY, "the worker is stopping")
+        answer = stopping if self.draining else self._stage.submit(event)
         if answer.outcome not in (Outcome.ACCEPTED, Outcome.QUEUED):
             self._tombstones.give_back(env.rid, env.attempt)
         self.answer(event, answer)

@@ -22,6 +22,7 @@ from pipeline.errors import ErrorCode
 from pipeline.events import Accepted, FinishReason, Found, KVTransferred, Outcome, PrefillNoted, StageFailed
 
 MAX_DEATHS = 3  # design 2.7: in hand at a third worker death -> worker_lost
+ALL_ATTEMPTS = -1  # in a Cancel: whatever attempt a worker has in hand
 
 
 class State(StrEnum):
@@ -176,7 +177,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Send a tombstone for attempts <= `attempt`: to one worker, or to everyone when `worker` is ''."""
+    """Send a tombstone for attempts <= `attempt` (-1 = all): to one worker, or to everyone when `worker` is ''."""
 
     worker: str
     attempt: int
@@ -199,7 +200,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class EndStream:
-    """Publish the terminal event: a finish reason, or (`code` set) a named error."""
+    """Publish the terminal event: a finish reason, or (`code` set) a named error.
+
+    The last of its list of actions: carrying it out may already bring `Delivered`. `message` set: the request
+    ends without what an engine would have said of it (its plan).
+    """
 
     reason: FinishReason | None = None
     code: ErrorCode | None = None
@@ -244,6 +249,7 @@ class OwnerLimits:
     stage_timeout_s: float
     progress_s: float
     max_attempts: int
+    end_grace_s: float = 5.0  # design 2.1: after its deadline a request has ended at the latest
 
 
 @dataclass(slots=True)
@@ -262,9 +268,16 @@ STAGE_STATE = {
     "transfer": State.DECODE,
     "decode": State.DECODE,
 }
-# In which role a worker of a state holds the request; TRANSFER is still prefill's.
 _IN_HAND = (Outcome.ACCEPTED, Outcome.QUEUED, Outcome.DUPLICATE)
 MAX_PAUSE_S = 1.0
+# A receiver's own wish is followed up to here: it is a hint from the wire. Source: ours
+MAX_RETRY_AFTER_S = 5.0
+_MAX_DOUBLINGS = 16  # beyond any sensible pause; 2**1024 is no float any more
+
+
+def role_of(stage: str) -> str:
+    """The role that holds a request in a stage: transfer and decode are one worker."""
+    return "decode" if stage == "transfer" else stage
 
 
 @dataclass(slots=True)
@@ -286,11 +299,12 @@ class Owner:
 
     def on(self, signal: Signal) -> list[Action]:
         """Take one signal; return what to do. Signals that a state does not know are ignored."""
-        attempt = getattr(signal, "attempt", None)
-        if attempt is not None and not isinstance(signal, Fenced | Found) and attempt != self.attempt:
-            return self._of_other_attempt(signal)
         row = TABLE.get((self.state, type(signal)))
-        return row.do(self, signal) if row else []
+        if row is None:
+            return []
+        if isinstance(signal, _OF_ATTEMPT) and signal.attempt != self.attempt:
+            return self._superseded(signal) if signal.attempt < self.attempt else []
+        return row.do(self, signal)
 
     @property
     def stage(self) -> str:
@@ -304,10 +318,11 @@ class Owner:
         role = {State.PREFILL: "prefill", State.TRANSFER: "prefill", State.DECODE: "decode"}.get(self.state)
         return self.holders.get(role) if role else None
 
-    def _of_other_attempt(self, signal: Any) -> list[Action]:
-        if isinstance(signal, Accepted) and signal.attempt < self.attempt and signal.outcome in _IN_HAND:
-            return [Cancel(signal.worker, signal.attempt, "superseded")]
-        return []
+    def _superseded(self, signal: Any) -> list[Action]:
+        """A worker still works for an attempt that was given up."""
+        if isinstance(signal, StageFailed) or (isinstance(signal, Accepted) and signal.outcome not in _IN_HAND):
+            return []
+        return [Cancel(signal.worker, signal.attempt, "superseded")]
 
     def _start(self, signal: Started) -> list[Action]:
         deadline: list[Action] = [Arm(Timer.DEADLINE, self.timeout_s), Arm(Timer.PROGRESS, self.limits.progress_s)]
@@ -317,7 +332,9 @@ class Owner:
         self.state = State.ENCODING
         return [*deadline, Encode()]
 
-    def _found(self, _signal: Found) -> list[Action]:
+    def _found(self, signal: Found) -> list[Action]:
+        if signal.stage != "owner":
+            return []  # a holder without its owner: the next attempt supersedes it
         self.state = State.ENDED
         return [Forget()]
 
@@ -331,11 +348,11 @@ class Owner:
         self.attempt = signal.attempt
         self.attempts += 1
         self.holders.clear()
-        restart: list[Action] = [Restart(signal.attempt)]
         if self.encoded:
-            return restart + self._dispatch()
+            return [Restart(signal.attempt), *self._dispatch()]
         self.state = State.ENCODING
-        return [*restart, Encode()]
+        # An owner before us is gone, and with it the knowledge of who holds the request: everyone is told.
+        return [Cancel("", signal.attempt - 1, "superseded"), Restart(signal.attempt), Encode()]
 
     def _encoded(self, _signal: Encoded) -> list[Action]:
         self.encoded = True
@@ -355,9 +372,10 @@ class Owner:
     def _wait(self, stage: str, at_least_s: float = 0.0) -> list[Action]:
         self.state = State.WAITING
         self.waits_for = stage
-        pause_s = min(self.limits.retry_pause_s * 2**self.pauses, MAX_PAUSE_S)
+        pause_s = min(self.limits.retry_pause_s * 2 ** min(self.pauses, _MAX_DOUBLINGS), MAX_PAUSE_S)
+        pause_s = max(pause_s, min(at_least_s, MAX_RETRY_AFTER_S))
         self.pauses += 1
-        return [Disarm(Timer.ACCEPT), Disarm(Timer.STAGE), Arm(Timer.RETRY, max(pause_s, at_least_s))]
+        return [Disarm(Timer.ACCEPT), Disarm(Timer.STAGE), Arm(Timer.RETRY, pause_s)]
 
     def _not_ready(self, _signal: NotReady) -> list[Action]:
         return self._wait("codec")
@@ -369,40 +387,66 @@ class Owner:
         return [Encode()]
 
     def _accepted(self, signal: Accepted) -> list[Action]:
+        if signal.stage not in STAGE_STATE:
+            return []
         if signal.outcome in _IN_HAND:
             return self._bind(signal.stage, signal.worker, signal.epoch)
-        rank = RANK[STAGE_STATE.get(signal.stage, State.LOOKUP)]
-        if rank < RANK[self.state]:
+        if not self._matters(signal.stage, signal.worker):
             return []
         if signal.outcome is Outcome.BUSY and self.state in (State.OFFERED, State.LOOKUP):
-            return self._wait(signal.stage, signal.retry_after_s)
+            # a decode engine's is for prefill to resolve
+            return [] if role_of(signal.stage) == "decode" else self._wait(signal.stage, signal.retry_after_s)
         if signal.outcome is Outcome.REFUSED:
-            return self._end(EndStream(reason=FinishReason.INSUFFICIENT_SYSTEM_RESOURCE, stage=signal.stage))
+            message = f"{signal.stage} can never take it: {signal.reason or 'no room for it anywhere'}"
+            reason = FinishReason.INSUFFICIENT_SYSTEM_RESOURCE
+            return self._end(EndStream(reason=reason, message=message, stage=signal.stage))
         return []
 
-    def _bind(self, stage: str, worker: str, epoch: int) -> list[Action]:
-        """A worker says that it has the request: the first per role is the holder, any other is its twin."""
-        role = "decode" if stage == "transfer" else stage
+    def _matters(self, stage: str, worker: str) -> bool:
+        """Whether a worker's trouble is the request's: not if another holds that role, nor if it is past it."""
+        role = role_of(stage)
+        held = self.holders.get(role)
+        if RANK[self.state] > _LAST_RANK.get(role, RANK[State.DECODE]):
+            return False
+        return held is None or held.worker == worker or role == "lookup"
+
+    def _twin(self, role: str, worker: str, epoch: int) -> list[Action]:
+        """The first engine per role is the holder, any other is its twin. Lookup holds nothing: the last counts."""
+        if role == "lookup":
+            self.holders[role] = Holder(worker, epoch)
         held = self.holders.setdefault(role, Holder(worker, epoch))
-        if role != "lookup" and (held.worker, held.epoch) != (worker, epoch):
-            return [Cancel(worker, self.attempt, "twin")]
+        if held.worker == worker and epoch <= held.epoch:
+            return []  # the holder, or an echo of the process that had its id before
+        return [Cancel(worker, self.attempt, "twin")]
+
+    def _bind(self, stage: str, worker: str, epoch: int) -> list[Action]:
+        """A worker says that it has the request in hand."""
+        twin = self._twin(role_of(stage), worker, epoch)
         reached = STAGE_STATE[stage]
-        if RANK[reached] <= RANK[self.state]:
-            return []
+        if twin or RANK[reached] <= RANK[self.state]:
+            return twin
         self.state = reached
-        self.pauses = 0
-        stops: list[Action] = [Disarm(Timer.ACCEPT), Disarm(Timer.RETRY), Disarm(Timer.STAGE)]
+        stops: list[Action] = [Disarm(Timer.ACCEPT), Disarm(Timer.RETRY)]
         if reached is State.LOOKUP:
             # Lookup computes for microseconds; if no engine speaks up in this time it died or its words did.
-            stops[2] = Arm(Timer.STAGE, self.limits.stage_timeout_s)
-        return stops
+            return [*stops, Arm(Timer.STAGE, self.limits.stage_timeout_s)]
+        self.pauses = 0
+        return [*stops, Disarm(Timer.STAGE)]
+
+    def _late(self, signal: Accepted | PrefillNoted | KVTransferred) -> list[Action]:
+        """The request has ended meanwhile. Its holder is left alone, it may still repeat what usage needs."""
+        if isinstance(signal, Accepted):
+            in_hand = signal.outcome in _IN_HAND and signal.stage in STAGE_STATE
+            return self._twin(role_of(signal.stage), signal.worker, signal.epoch) if in_hand else []
+        role = "prefill" if isinstance(signal, PrefillNoted) else "decode"
+        return self._twin(role, signal.worker, signal.epoch)
 
     def _stage_timeout(self, _signal: TimedOut) -> list[Action]:
         return self._dispatch()
 
     def _prefill_noted(self, signal: PrefillNoted) -> list[Action]:
         actions = self._bind("prefill", signal.worker, signal.epoch)
-        if signal.decode and self.state is State.PREFILL and not any(isinstance(a, Cancel) for a in actions):
+        if signal.decode and self.state is State.PREFILL and self.holders["prefill"].worker == signal.worker:
             self.state = State.TRANSFER
         return actions
 
@@ -410,13 +454,14 @@ class Owner:
         return self._bind("decode", signal.worker, signal.epoch)
 
     def _failed(self, signal: StageFailed) -> list[Action]:
-        role = "decode" if signal.stage == "transfer" else signal.stage
-        held = self.holders.get(role)
-        if held is not None and held.worker != signal.worker:
-            return []  # a twin's trouble is its own
+        if not self._matters(signal.stage, signal.worker):
+            return []
         if not signal.transient:
             code = ErrorCode(signal.code) if signal.code in set(ErrorCode) else ErrorCode.INTERNAL
             return self._end(EndStream(code=code, message=signal.message, stage=signal.stage))
+        if signal.stage == "lookup":
+            # nobody has computed anything, so there is nothing to fence off: the same attempt, a little later
+            return [] if self.state is State.WAITING else self._wait("lookup")
         return self._again(f"{signal.stage}: {signal.message}")
 
     def _holder_lost(self, signal: HolderLost) -> list[Action]:
@@ -442,7 +487,8 @@ class Owner:
 
     def _deadline(self, _signal: TimedOut) -> list[Action]:
         message = f"the deadline passed while the request was in {self.stage}"
-        return self._end(EndStream(code=ErrorCode.DEADLINE_EXCEEDED, message=message, stage=self.stage))
+        *before, end = self._end(EndStream(code=ErrorCode.DEADLINE_EXCEEDED, message=message, stage=self.stage))
+        return [*before, Arm(Timer.DEADLINE, self.limits.end_grace_s), end]
 
     def _asked_to_cancel(self, signal: CancelAsked) -> list[Action]:
         return self._end(EndStream(reason=FinishReason.ABORT, message=signal.reason, stage=self.stage))
@@ -456,9 +502,12 @@ class Owner:
 
     def _end(self, end: EndStream) -> list[Action]:
         """End before the tokens did: everyone who may have the request in hand is told."""
-        nobody = self.state in (State.NEW, State.FINDING, State.ENCODING)
+        tombstone: list[Action] = []
+        if self.encoded or self.state in (State.FINDING, State.FENCING):
+            # not encoded yet: whoever has it got it from an owner before us, under an attempt that we do not know
+            attempt = self.attempt if self.encoded else ALL_ATTEMPTS
+            tombstone = [Cancel("", attempt, end.code or end.reason or "ended")]
         self.state = State.ENDING
-        tombstone: list[Action] = [] if nobody else [Cancel("", self.attempt, end.code or end.reason or "ended")]
         stops: list[Action] = [Disarm(timer) for timer in Timer if timer is not Timer.DEADLINE]
         return [*tombstone, *stops, end]
 
@@ -470,56 +519,88 @@ class Owner:
         return [Disarm(Timer.DEADLINE), Disarm(Timer.PROGRESS), AckIntake()]
 
     def _timed_out(self, signal: TimedOut) -> list[Action]:
-        handler = _ON_TIMER.get((self.state, signal.timer))
-        return handler(self, signal) if handler else []
+        row = ON_TIMER.get((self.state, signal.timer))
+        return row.do(self, signal) if row else []
 
 
 Handler = Callable[[Owner, Any], list[Action]]
 
-_RUNNING = (State.OFFERED, State.WAITING, State.LOOKUP, State.PREFILL, State.TRANSFER, State.DECODE)
-_LIVE = (State.FINDING, State.FENCING, State.ENCODING, *_RUNNING)
-
-_ON_TIMER: dict[tuple[State, Timer], Handler] = {
-    (State.FINDING, Timer.FIND): Owner._fence,
-    (State.OFFERED, Timer.ACCEPT): Owner._accept_timeout,
-    (State.WAITING, Timer.RETRY): Owner._retry,
-    (State.LOOKUP, Timer.STAGE): Owner._stage_timeout,
-    **{(state, Timer.DEADLINE): Owner._deadline for state in _LIVE},
-    # an end that the subscriber never acknowledged is given up at the deadline
-    (State.ENDING, Timer.DEADLINE): Owner._delivered,
-    **{(state, Timer.PROGRESS): Owner._progress for state in _LIVE},
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: where a signal may lead from a state, and what does it."""
+    """One line of the table: what a signal does in a state, and every state that the request may then be in."""
 
     do: Handler
     leads_to: tuple[State, ...]
 
 
+_OF_ATTEMPT = (Accepted, PrefillNoted, KVTransferred, StageFailed)
+_HELD = (State.PREFILL, State.TRANSFER, State.DECODE)  # an engine has it in hand
+_ASKED = (State.OFFERED, State.WAITING, State.LOOKUP)  # or may have, and its word is under way
+_RUNNING = (*_ASKED, *_HELD)
+_LIVE = (State.FINDING, State.FENCING, State.ENCODING, *_RUNNING)
+# The last state in which trouble in a role is the request's: prefill keeps the KV until decode has it.
+_LAST_RANK = {"lookup": RANK[State.LOOKUP], "prefill": RANK[State.TRANSFER], "decode": RANK[State.DECODE]}
+
+
+def _onward(state: State, *reached: State) -> tuple[State, ...]:
+    """A state, those of `reached` that are not behind it, and the end."""
+    return (state, *(s for s in reached if RANK[s] > RANK[state]), State.ENDING)
+
+
+def _accept_leads_to(state: State) -> tuple[State, ...]:
+    busy = (State.WAITING,) if state in (State.OFFERED, State.LOOKUP) else ()
+    return (*_onward(state, State.LOOKUP, State.PREFILL, State.DECODE), *busy)
+
+
+def _failure_leads_to(state: State) -> tuple[State, ...]:
+    paused = (State.WAITING,) if state in (State.OFFERED, State.LOOKUP) else ()
+    return (state, *paused, State.FENCING, State.ENDING)
+
+
+ON_TIMER: dict[tuple[State, Timer], Row] = {
+    (State.FINDING, Timer.FIND): Row(Owner._fence, (State.FENCING,)),
+    (State.OFFERED, Timer.ACCEPT): Row(Owner._accept_timeout, (State.OFFERED, State.WAITING)),
+    (State.WAITING, Timer.RETRY): Row(Owner._retry, (State.OFFERED, State.ENCODING)),
+    (State.LOOKUP, Timer.STAGE): Row(Owner._stage_timeout, (State.OFFERED,)),
+    **{(state, Timer.DEADLINE): Row(Owner._deadline, (State.ENDING,)) for state in _LIVE},
+    # an end that the subscriber never acknowledged is given up at the deadline, a late end a little after it
+    (State.ENDING, Timer.DEADLINE): Row(Owner._delivered, (State.ENDED,)),
+    **{(state, Timer.PROGRESS): Row(Owner._progress, (state,)) for state in _LIVE},
+}
+
+
+def _timer_leads_to(state: State) -> tuple[State, ...]:
+    """Where the timers of a state lead; any other timer is a late echo and leads nowhere."""
+    reached = [to for (at, _timer), row in ON_TIMER.items() if at is state for to in row.leads_to]
+    return tuple(dict.fromkeys([state, *reached]))
+
+
 _ENDS = (State.ENDING,)
-_AGAIN = (State.FENCING, State.ENDING)
-_FORWARD = (*_RUNNING, *_ENDS)
 
 TABLE: dict[tuple[State, type], Row] = {
     (State.NEW, Started): Row(Owner._start, (State.FINDING, State.ENCODING)),
-    (State.FINDING, Found): Row(Owner._found, (State.ENDED,)),
+    (State.FINDING, Found): Row(Owner._found, (State.FINDING, State.ENDED)),
     (State.FENCING, Fenced): Row(Owner._fenced, (State.ENCODING, State.OFFERED, State.FENCING)),
     (State.ENCODING, Encoded): Row(Owner._encoded, (State.OFFERED,)),
     (State.ENCODING, NotReady): Row(Owner._not_ready, (State.WAITING,)),
-    **{(state, Accepted): Row(Owner._accepted, _FORWARD) for state in _RUNNING},
-    **{(state, PrefillNoted): Row(Owner._prefill_noted, _FORWARD) for state in _RUNNING},
-    **{(state, KVTransferred): Row(Owner._transferred, _FORWARD) for state in _RUNNING},
-    **{(state, StageFailed): Row(Owner._failed, (*_RUNNING, *_AGAIN)) for state in _RUNNING},
-    **{(state, HolderLost): Row(Owner._holder_lost, (*_RUNNING, *_AGAIN)) for state in _RUNNING},
+    **{(state, Accepted): Row(Owner._accepted, _accept_leads_to(state)) for state in _RUNNING},
+    **{(state, PrefillNoted): Row(Owner._prefill_noted, (state,)) for state in (State.TRANSFER, State.DECODE)},
+    **{
+        (state, PrefillNoted): Row(Owner._prefill_noted, (State.PREFILL, State.TRANSFER))
+        for state in (*_ASKED, State.PREFILL)
+    },
+    **{(state, KVTransferred): Row(Owner._transferred, (State.DECODE,)) for state in _RUNNING},
+    **{(state, StageFailed): Row(Owner._failed, _failure_leads_to(state)) for state in _RUNNING},
+    **{(state, HolderLost): Row(Owner._holder_lost, (state, State.FENCING, State.ENDING)) for state in _HELD},
+    # whoever speaks up while a new attempt is asked for works for one that was given up
+    **{(State.FENCING, word): Row(Owner._superseded, (State.FENCING,)) for word in _OF_ATTEMPT[:3]},
+    **{(State.ENDING, word): Row(Owner._late, (State.ENDING,)) for word in _OF_ATTEMPT[:3]},
     **{(state, Finished): Row(Owner._finished, _ENDS) for state in (State.ENCODING, *_RUNNING)},
     # a choice may end while the owner already asks for a new attempt: the tokens are what counts
     (State.FENCING, Finished): Row(Owner._finished, _ENDS),
     **{(state, Refused): Row(Owner._refused, _ENDS) for state in _LIVE},
     **{(state, CancelAsked): Row(Owner._asked_to_cancel, _ENDS) for state in _LIVE},
-    **{(state, TimedOut): Row(Owner._timed_out, (*_LIVE, *_ENDS)) for state in _LIVE},
-    (State.ENDING, TimedOut): Row(Owner._timed_out, (State.ENDING, State.ENDED)),
+    **{(state, TimedOut): Row(Owner._timed_out, _timer_leads_to(state)) for state in (*_LIVE, State.ENDING)},
     (State.ENDING, Delivered): Row(Owner._delivered, (State.ENDED,)),
 }

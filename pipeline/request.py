@@ -118,10 +118,7 @@ class Request:
     plan: Plan | None = None
     want_at: float = -1.0  # loop time of the last Want; -1: none yet
     wanted: tuple[int, ...] = ()
-    acked: bool = False
-    dispatched_to: str = ""
-    first_token_ns: int = 0
-    last_token_ns: int = 0
+    dispatched_to: tuple[str, ...] = ()  # lookup workers that this dispatch has tried by name
     uses_blob: bool = False
 
     @property
@@ -138,3 +135,12 @@ class Request:
     def created(self) -> int:
         """Unix seconds of acceptance, from the broker: the same for every owner of this request."""
         return self.delivery.time_ns // NS
+
+    @property
+    def delivered(self) -> bool:
+        """Whether the subscriber has the last event of every choice; publishing counts if it never said Want."""
+        if any(stream.terminal_n < 0 for stream in self.streams):
+            return False
+        if self.want_at < 0:
+            return True
+        return all(n > stream.terminal_n for stream, n in zip(self.streams, self.wanted, strict=False))

@@ -12,11 +12,15 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import structlog
+
 from pipeline.delivery import Subscriber
 from pipeline.events import FINISH_CODES, Plan
 from pipeline.metrics import count
 from pipeline.stage import TokenStream
 from pipeline.wire import AckKind, WireError, decode_frame, encode_acks
+
+log = structlog.get_logger()
 
 _INDEX_BITS = 32
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
@@ -106,11 +110,18 @@ class Stream:
         self.acked = 0
         self.ahead.clear()
 
+    @property
+    def over(self) -> bool:
+        """Whether its end is known; every token up to there is then here, of whatever attempt."""
+        return self.finish_at >= 0
+
     def receive(self, position: int, tokens: tuple[int, ...], finish: int) -> None:
         """Take a row whose first position is not beyond `at`; what is known already is compared.
 
         Raises: Contradiction.
         """
+        if position + len(tokens) <= self.at:
+            self.acked = -1  # a repeat: our acknowledgement was lost, so say it again
         known = self.tokens
         for token in tokens[max(0, self.at - position) :]:
             if self.at < len(known):
@@ -120,7 +131,9 @@ class Stream:
                 known.append(token)
             self.at += 1
         if finish and self.finish_at < 0:
-            self.finish_at = position + len(tokens)
+            if self.at < len(known):
+                raise Contradiction(f"{len(known)} tokens are here, attempt ends after {self.at}")
+            self.finish_at = self.at
             self.ending = self.ending or Ending(FINISH_CODES[finish - 1])
 
     def drain_ahead(self) -> None:
@@ -135,7 +148,13 @@ class Stream:
     def end(self, ending: Ending) -> None:
         """End here, whatever the engine still sends."""
         self.ending = ending
-        self.finish_at = len(self.tokens)
+        if self.finish_at < 0:
+            self.finish_at = len(self.tokens)
+
+    def give_up(self) -> None:
+        """The parser failed: it is given no further token, and the events so far are all there will be."""
+        self.finish_at = self.fed
+        self.ending = None
 
     def pump(self) -> bool:
         """Feed the parser and publish events while the window is open; True when more could be done at once."""
@@ -151,7 +170,8 @@ class Stream:
                 self._emit(event, "")
             if parser.stopped:
                 self.finish_at = end = self.fed
-                self.ending = Ending("stop")
+                if self.ending is None or self.ending.failure is None:
+                    self.ending = Ending("stop")
             budget -= 1
             if not budget:
                 return True
@@ -174,22 +194,26 @@ class Stream:
     def _emit_terminal(self, ending: Ending) -> None:
         if self.sent_bytes >= self.limit_bytes >= 0 and self.n >= self.skip_below:
             return
-        self.terminal_n = self.n
         event = ending.failure
         if event is None:
             assert self.plan is not None  # pump checked
             event = self.parser.finish(ending.name, self.plan, self.fed)
+        else:
+            # the subscriber may have more events than a later owner could derive again before it failed
+            self.n = max(self.n, self.skip_below)
+        self.terminal_n = self.n
         self.before_end()
         self._emit(event, ending.name)
 
     def want(self, following: int, window_bytes: int, out: Subscriber, prefix: bytes, again: bool) -> None:
         """The subscriber has every event below `following` and takes `window_bytes` more."""
-        if again or out is not self.out:
+        ahead_of_us = following > self.n and following != self.skip_below  # told by an owner before us
+        if again or out is not self.out or ahead_of_us:
             self._rewind(following)
         self.out = out
         self.prefix = prefix
         if self.limit_bytes < 0:
-            self.first_windowed = self.n
+            self.first_windowed = max(self.n, self.skip_below)
         at = following - self.first_windowed
         known = self.cumulative
         base = known[at] if 0 <= at < len(known) else (self.sent_bytes if following >= self.n else 0)
@@ -208,6 +232,10 @@ class Stream:
         self.limit_bytes = 0 if self.limit_bytes >= 0 else -1
 
 
+def _forget(handles: array[int]) -> bytes:
+    return encode_acks(AckKind.FORGET, handles, array("I", bytes(4 * len(handles))))
+
+
 class StreamTable:
     """All streams that this owner process issued handles for."""
 
@@ -222,9 +250,11 @@ class StreamTable:
         self._generations: list[int] = []
         self._free: list[int] = []
         self._gaps: set[Stream] = set()
+        self._parting: dict[str, array[int]] = {}  # released handles that their engines may forget, by source
         self.on_first_tokens: Callable[[Stream], None] = lambda stream: None
         self.on_ended: Callable[[Stream], None] = lambda stream: None
         self.on_contradiction: Callable[[Stream, str], None] = lambda stream, why: None
+        self.on_failed: Callable[[Stream, str], None] = lambda stream, why: self.on_contradiction(stream, why)
         self.on_stopped: Callable[[Stream], None] = lambda stream: None
         self.on_more: Callable[[Stream], None] = lambda stream: None
 
@@ -241,13 +271,15 @@ class StreamTable:
         return self._generations[index] << _INDEX_BITS | index
 
     def release(self, handle: int) -> None:
-        """Frames for this handle match nothing from now on."""
+        """Frames for this handle match nothing from now on; its engine is told with the next acknowledgements."""
         index = handle & _INDEX_MASK
         stream = self._slots[index] if index < len(self._slots) else None
         if stream is not None and stream.handle == handle:
             self._slots[index] = None
             self._free.append(index)
             self._gaps.discard(stream)
+            if stream.source:
+                self._parting.setdefault(stream.source, array("Q")).append(handle)
 
     def __len__(self) -> int:
         return len(self._slots) - len(self._free)
@@ -288,13 +320,14 @@ class StreamTable:
             at = end
         for out in outs:
             out.flush()
-        if unknown:
+        if unknown and source:
             count("frames_unknown_handle", len(unknown))
-            self._publish(source, encode_acks(AckKind.FORGET, unknown, array("I", bytes(4 * len(unknown)))), self._owner)
+            self._publish(source, _forget(unknown), self._owner)
 
     def _row(self, stream: Stream, position: int, tokens: tuple[int, ...], finish: int, now_s: float) -> None:
         if position > stream.at:
-            stream.ahead[position] = (tokens, finish)
+            known = stream.ahead.get(position, ((), 0))
+            stream.ahead[position] = max(known, (tokens, finish), key=lambda row: (len(row[0]), row[1]))
             if stream not in self._gaps:
                 stream.gap_since = now_s
                 self._gaps.add(stream)
@@ -323,12 +356,19 @@ class StreamTable:
 
     def _pump(self, stream: Stream) -> None:
         running = stream.finish_at < 0
-        more = stream.pump()
+        try:
+            more = stream.pump()
+        except Exception as error:
+            # a bug in a parser fails this stream, never the others of the frame (house rule 5)
+            log.exception("parser failed", rid=stream.rid, choice=stream.choice)
+            count("streams_failed")
+            stream.give_up()
+            self.on_failed(stream, f"the parser failed: {type(error).__name__}")
+            return
         if stream.finish_at >= 0:
             if running and stream.parser.stopped:
                 self.on_stopped(stream)
-            if stream.at >= stream.finish_at:
-                self.on_ended(stream)
+            self.on_ended(stream)
         if more:
             self.on_more(stream)
 
@@ -354,6 +394,9 @@ class StreamTable:
             stream.acked = stream.at
             columns[0].append(stream.handle)
             columns[1].append(stream.at)
+        parting, self._parting = self._parting, {}
+        for source, handles in parting.items():
+            self._publish(source, _forget(handles), self._owner)
         for kind, by_source in ((AckKind.HAVE, have), (AckKind.RESEND, missing)):
             for source, (handles, positions) in by_source.items():
                 self._publish(source, encode_acks(kind, handles, positions), self._owner)

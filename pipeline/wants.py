@@ -2,23 +2,23 @@
 
 JSON: {"rid": "…", "next": 12 | [12, …], "window_bytes": 1048576, "reply": "_INBOX.…", "resend": false}. `next` is
 the number of the first event that the subscriber lacks, per choice. Another `reply` than before, `resend`, or the
-same `next` twice means that events were lost: they are derived again from the tokens. Source: design 2.6.
+same `next` twice means that events were lost: they are derived again from the tokens. Source: design 2.6;
+decisions/0002.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import msgspec
 
+from pipeline.bus import Bus
 from pipeline.delivery import Subscriber, note_body
 from pipeline.errors import RequestError
 from pipeline.metrics import count
-from pipeline.owner import CancelAsked, Delivered, State
-from pipeline.request import Request, check_reply
-
-if TYPE_CHECKING:
-    from pipeline.ownership import Ownership
+from pipeline.request import Request
+from pipeline.streams import StreamTable
+from pipeline.subscribers import Subscribers
 
 MAX_WINDOW_BYTES = 64 << 20  # a subscriber cannot make the broker hold more for it than its max_pending
 
@@ -31,35 +31,47 @@ class WantMessage(msgspec.Struct):
     window_bytes: int = 1 << 20
     reply: str = ""
     resend: bool = False
-    tag: int = -1
 
 
 class Wants:
-    """Answers Want messages for the requests of one owner."""
+    """Answers Want messages for the requests of one owner.
 
-    def __init__(self, ownership: Ownership) -> None:
-        self._owner = ownership
+    find: the request of a rid, running or ended a while ago. heard: called after each Want that was taken.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        subscribers: Subscribers,
+        streams: StreamTable,
+        *,
+        find: Callable[[str], Request | None],
+        heard: Callable[[Request], None],
+    ) -> None:
+        self._bus = bus
+        self._subscribers = subscribers
+        self._streams = streams
+        self._request = find
+        self._heard = heard
         self._decode = msgspec.json.Decoder(WantMessage).decode
-        bus = ownership.bus
-        self._out_prefix = bus.topology.subject("events", tenant="-", connection="-").removesuffix("-.-")
-        bus.subscribe(bus.topology.subject("want", worker=ownership.worker), self._direct, control=True)
+        bus.subscribe(bus.topology.subject("want", worker=bus.worker), self._direct, control=True)
         bus.subscribe(bus.topology.subject("want_any"), self._broadcast, control=True)
 
     def _direct(self, _subject: str, _reply: str, payload: bytes, _headers: bytes | None) -> None:
         want = self._read(payload)
         if want is None:
             return
-        request = self._find(want.rid)
+        request = self._request(want.rid)
         if request is not None:
             self._take(request, want)
         elif want.reply.startswith("_INBOX."):
             count("wants_of_unknown_requests")
             note = b'{"a":0,"event":%b}' % note_body("request_unknown", rid=want.rid)
-            self._owner.bus.publish(want.reply, note)
+            self._bus.publish(want.reply, note)
 
     def _broadcast(self, _subject: str, _reply: str, payload: bytes, _headers: bytes | None) -> None:
         want = self._read(payload)
-        request = self._find(want.rid) if want else None
+        request = self._request(want.rid) if want else None
         if want is not None and request is not None:
             self._take(request, want)
 
@@ -70,49 +82,34 @@ class Wants:
             count("wants_malformed")
             return None
         numbers = [want.next] if isinstance(want.next, int) else want.next
-        if not 0 < want.window_bytes or any(number < 0 for number in numbers):
+        if want.window_bytes <= 0 or any(number < 0 for number in numbers):
             count("wants_malformed")
             return None
         return want
-
-    def _find(self, rid: str) -> Request | None:
-        return self._owner.requests.get(rid) or self._owner.ended.get(rid)
 
     def _take(self, request: Request, want: WantMessage) -> None:
         out = self._out(request, want)
         if out is None:
             return
         numbers = [want.next] * len(request.streams) if isinstance(want.next, int) else want.next
+        numbers = (numbers + [0] * len(request.streams))[: len(request.streams)]
         window_bytes = min(want.window_bytes, MAX_WINDOW_BYTES)
-        before = request.wanted
-        request.wanted = tuple(numbers)
-        request.want_at = self._owner.now()
+        before, request.wanted = request.wanted, tuple(numbers)
         for index, stream in enumerate(request.streams):
-            following = numbers[index] if index < len(numbers) else 0
+            following = numbers[index]
             stuck = index < len(before) and before[index] == following < stream.n
             prefix = out.prefix(request.head.tag, request.machine.attempt, stream.choice)
             stream.want(following, window_bytes, out, prefix, want.resend or stuck)
-            self._owner.streams.pump(stream)
+            self._streams.pump(stream)
         request.subscriber = out
-        self._owner.check_delivered(request)
+        self._heard(request)
 
     def _out(self, request: Request, want: WantMessage) -> Subscriber | None:
         if not want.reply or want.reply == request.subscriber.reply:
             return request.subscriber
         try:
-            reply = check_reply(want.reply, request.head.tenant, self._out_prefix)
+            reply = self._subscribers.check(want.reply, request.head.tenant)
         except RequestError:
             count("wants_malformed")
             return None
-        return self._owner.subscriber(reply, request.head.tag)
-
-    def check_silence(self, request: Request, now_s: float) -> None:
-        """A subscriber that once said Want and then nothing for `want_silence_s` is gone."""
-        if request.want_at < 0 or now_s - request.want_at < self._owner.limits.want_silence_s:
-            return
-        count("subscribers_silent")
-        if request.machine.state is State.ENDING:
-            self._owner.signal(request, Delivered())
-        else:
-            request.want_at = now_s
-            self._owner.signal(request, CancelAsked("the subscriber went silent"))
+        return self._subscribers.get(reply, request.head.tag)

@@ -36,7 +36,9 @@ def rank_prefill(
     return sorted((b for b in beacons if b.fingerprint == fingerprint), key=work_tokens)
 
 
-def rank_decode(beacons: Iterable[Beacon], assigned: Mapping[str, int], *, fingerprint: str, layout: str) -> list[Beacon]:
+def rank_decode(
+    beacons: Iterable[Beacon], assigned: Mapping[str, int], *, fingerprint: str, layout: str
+) -> list[Beacon]:
     """Engines that can take this KV, the emptiest first. assigned: worker -> requests sent since its last beacon."""
 
     def fullness(beacon: Beacon) -> tuple[bool, float, int, str]:

@@ -73,7 +73,8 @@ class Decode:
     def holds(self) -> list[Held]:
         """Sequences in hand."""
         return [
-            Held(job.seq.rid, job.seq.attempt, self.name, job.entry.owner, len(job.seq.output)) for job in self._jobs.values()
+            Held(job.seq.rid, job.seq.attempt, self.name, job.entry.owner, len(job.seq.output))
+            for job in self._jobs.values()
         ]
 
     def load(self, num_reading: int) -> EngineLoad:

@@ -61,7 +61,7 @@ class Handover:
 
     @property
     def key(self) -> tuple[str, int]:
-        """rid and attempt."""
+        """Request id and attempt."""
         return self.env.rid, self.env.attempt
 
 

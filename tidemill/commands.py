@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 import uvloop
 
 from pipeline.bus import Bus
@@ -146,7 +147,7 @@ async def _ps(nats: Sequence[str], *, as_json: bool) -> int:
     bus = await Bus.connect(nats, "ps", Topology.load(), single=True)
     membership = Membership(bus)
     counters: dict[str, dict[str, int]] = {}
-    membership.on_change.append(lambda beacon: counters.update({beacon.worker: beacon.counters} if beacon.counters else {}))
+    membership.on_change.append(lambda b: counters.update({b.worker: b.counters} if b.counters else {}))
     await asyncio.sleep(LISTEN_S * 2.4 if as_json else LISTEN_S)
     await bus.close()
     beacons = sorted((member.beacon for member in membership), key=lambda b: (b.roles, b.worker))
@@ -156,16 +157,16 @@ async def _ps(nats: Sequence[str], *, as_json: bool) -> int:
             | {"counters": counters.get(b.worker, {})}
             for b in beacons
         ]
-        print(json.dumps({"workers": rows}, indent=1))
+        typer.echo(json.dumps({"workers": rows}, indent=1))
         return 0
     if not beacons:
-        print("no worker is heard", file=sys.stderr)
+        typer.echo("no worker is heard", err=True)
         return 1
-    print(f"{'WORKER':<16} {'STAGES':<18} {'STATE':<9} {'RUNNING':>7} {'QUEUED':>6} {'FREE':>5} {'KV':>4}  MODEL")
+    typer.echo(f"{'WORKER':<16} {'STAGES':<18} {'STATE':<9} {'RUNNING':>7} {'QUEUED':>6} {'FREE':>5} {'KV':>4}  MODEL")
     for b in beacons:
         state = "draining" if b.draining else "serving"
         load = f"{b.running:>7} {b.queued:>6} {b.free_slots:>5} {b.kv_used:>4.0%}" if b.model else " " * 25
-        print(f"{b.worker:<16} {'+'.join(b.roles):<18} {state:<9} {load}  {b.model}")
+        typer.echo(f"{b.worker:<16} {'+'.join(b.roles):<18} {state:<9} {load}  {b.model}")
     return 0
 
 
@@ -173,22 +174,22 @@ async def _cancel(nats: Sequence[str], rid: str, tenant: str) -> int:
     async with await Client.connect(nats, tenant) as client:
         if not await client.cancel_and_wait(rid):
             raise CommandError(f"no owner answered for {rid}: it has ended, or is not of tenant {tenant!r}")
-    print(f"cancelled {rid}")
+    typer.echo(f"cancelled {rid}")
     return 0
 
 
 async def _demo(engine: str, body: bytes) -> int:
     def report(line: str) -> None:
-        print(f"  {line}", file=sys.stderr, flush=True)
+        typer.echo(f"  {line}", err=True)
 
-    print(f"tidemill demo: starting nats-server and four workers ({engine} engine)", flush=True)
+    typer.echo(f"tidemill demo: starting nats-server and four workers ({engine} engine)")
     async with local_set(UpOptions(engine=engine, log_level="warning"), report=report) as running:
         await running.wait_ready(report)
         request = json.loads(body)
-        print(f"sending {len(body)} bytes: {_describe(request)}\n", flush=True)
+        typer.echo(f"sending {len(body)} bytes: {_describe(request)}\n")
         options = SendOptions(nats=running.nats, body=body, timeline=True, timeout_s=DEMO_TIMEOUT_S)
         code = await _send(options)
-        print("\nstopping", flush=True)
+        typer.echo("\nstopping")
     return code
 
 

@@ -41,7 +41,7 @@ class DecodeJob:
 
     @property
     def key(self) -> tuple[str, int]:
-        """rid and attempt."""
+        """Request id and attempt."""
         return self.seq.rid, self.seq.attempt
 
 
@@ -56,7 +56,9 @@ class DecodeResult:
 class DecodeEngine:
     """Runs decode jobs. `submit`, `cancel` and `stop` may be called from another thread than `step`."""
 
-    def __init__(self, runner: Runner, memory: EngineMemory, *, max_batch: int, inline: bool, pace_s: float = 0.0) -> None:
+    def __init__(
+        self, runner: Runner, memory: EngineMemory, *, max_batch: int, inline: bool, pace_s: float = 0.0
+    ) -> None:
         self.inline = inline
         self.pace_s = pace_s
         self._runner = runner

@@ -28,7 +28,7 @@ class PrefillJob:
 
     @property
     def key(self) -> tuple[str, int]:
-        """rid and attempt."""
+        """Request id and attempt."""
         return self.seq.rid, self.seq.attempt
 
 

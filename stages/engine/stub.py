@@ -92,9 +92,7 @@ class StubRunner:
         """See Runner."""
         if start == seq.plan.replay_from:
             self._states[seq.state_slot] = 0
-        for at in range(start, end, BLOCK_TOKENS):
-            if at % BLOCK_TOKENS:
-                at -= at % BLOCK_TOKENS
+        for at in range(start - start % BLOCK_TOKENS, end, BLOCK_TOKENS):
             self._block(seq, max(at, start), min(at + BLOCK_TOKENS, end))
         if end < seq.num_prompt_tokens:
             return None
@@ -164,13 +162,16 @@ class StubRunner:
             words = [BANNER[k] if k < len(BANNER) else word for k, word in zip(counts.tolist(), words, strict=True)]
         return words
 
-    def _append(self, seqs: list[Sequence], slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], tokens: U64) -> U64:
+    def _append(
+        self, seqs: list[Sequence], slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], tokens: U64
+    ) -> U64:
         """Write the row of each sequence's newest token; returns r of each."""
         numbers, offsets = np.divmod(positions, BLOCK_TOKENS)
-        blocks = np.array([seq.block_table[number] for seq, number in zip(seqs, numbers.tolist(), strict=True)])
+        tables = [(seq.block_table, number) for seq, number in zip(seqs, numbers.tolist(), strict=True)]
+        blocks = np.array([table[number] for table, number in tables])
         before = np.where(offsets > 0, self._rows[blocks, offsets - 1, 0], np.uint64(0))
         sums = before + _mix(tokens + (offsets + 1).astype(np.uint64))
-        parents = [seq.block_table[number - 1] if number else -1 for seq, number in zip(seqs, numbers.tolist(), strict=True)]
+        parents = [table[number - 1] if number else -1 for table, number in tables]
         links = np.where(np.array(parents) >= 0, self._rows[parents, -1, 1], _ROOT)
         hashes: U64 = _mix(links ^ sums)
         self._rows[blocks, offsets, 0] = sums

@@ -232,6 +232,15 @@ async def test_a_closed_server_serves_nobody_but_its_readers_stay():
         reader.close()
 
 
+async def test_serving_and_reading_leak_no_descriptor():
+    with Region.shared(SIZE) as region, RegionServer(region) as server:
+        counts = []
+        for _ in range(5):
+            (await ShmLink(prefault=False).attach(ticket(region, server.address))).close()
+            counts.append(num_fds())
+        assert len(set(counts)) == 1
+
+
 async def test_a_region_that_closed_under_its_server_gives_a_clear_answer():
     region = Region.shared(SIZE)
     asked = ticket(region)

@@ -7,28 +7,31 @@ Source: facts-model 5.1.
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, normalizers
 
-_SPACES = re.compile(r"[ \t\r\n]+")
 _UNDECODABLE = "\ufffd"
+_LONE_SPACE = "\ue000"  # a private-use character keeps a token of spaces apart from an empty one while we strip
+# Source: facts-model 5.1, in this order
+_NORMALISER = normalizers.Sequence(
+    [
+        normalizers.NFKC(),
+        normalizers.NFD(),
+        normalizers.StripAccents(),
+        normalizers.Lowercase(),
+        normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+        normalizers.Replace(Regex(r"^ $"), _LONE_SPACE),
+        normalizers.Strip(),
+        normalizers.Replace(_LONE_SPACE, " "),
+    ]
+)
 
 
 class TokenMapError(ValueError):
     """The tokenizer file is missing or unusable."""
-
-
-def normalise(text: str) -> str:
-    """What tokens are compared by; the text itself when nothing is left of it. Source: facts-model 5.1."""
-    folded = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-    bare = "".join(ch for ch in folded if unicodedata.category(ch) != "Mn").lower()
-    spaced = _SPACES.sub(" ", bare)
-    return spaced if spaced == " " else spaced.strip() or text
 
 
 def derive_token_map(tokenizer: Path, vocab_size: int) -> npt.NDArray[np.int64]:
@@ -50,6 +53,6 @@ def derive_token_map(tokenizer: Path, vocab_size: int) -> npt.NDArray[np.int64]:
 
 def _key(tokenizer: Tokenizer, token: int) -> str:
     text = tokenizer.decode([token], skip_special_tokens=False)
-    if _UNDECODABLE in text or not text:
+    if _UNDECODABLE in text:
         return tokenizer.id_to_token(token) or f"{_UNDECODABLE}{token}"
-    return normalise(text)
+    return _NORMALISER.normalize_str(text) or text

@@ -225,7 +225,7 @@ def test_greedy_decoding_ignores_the_seed(tiny: Checkpoint):
     ],
 )
 def test_what_is_out_of_range_is_named(engine, start, end, change):
-    with pytest.raises(SequenceError, match="cannot prefill|outside the vocabulary"):
+    with pytest.raises(SequenceError, match=r"cannot prefill|outside the vocabulary"):
         engine.runner.prefill(replace(engine.sequence(60), **change), start, end)
 
 

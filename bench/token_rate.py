@@ -1,0 +1,192 @@
+"""A thousand streams and more at once: CPU time per token, from decode's frame to bytes at the subscriber.
+
+The subscriber is one connection of this process in the batch form (docs/protocol.md). It does what any must: decode
+the batch, find the stream, check the event's number, keep its bytes, say Want. What it keeps of every stream is the
+last event; a sample is checked to be JSON after the timed part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import statistics
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from bench.processes import BROKER, Fleet, spent
+from bench.prompts import body
+from pipeline.bus import Bus
+from pipeline.headers import format_headers
+from pipeline.topology import Topology
+
+TENANT = "default"
+WINDOW_BYTES = 1 << 20  # credit with every Want, as pipeline.client gives
+SAMPLE_EVERY = 1_009  # events; a prime, so that the sample walks through the streams
+POLL_S = 0.01
+
+
+class _Row(msgspec.Struct, array_like=True, gc=False):
+    """An event in a batch; choice and number are nil in notes."""
+
+    tag: int
+    attempt: int
+    choice: int | None
+    number: int | None
+    end: str | None
+    event: bytes
+
+
+class _Stream:
+    """What the subscriber knows of one stream."""
+
+    __slots__ = ("credit_bytes", "end", "last", "next", "rid")
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+        self.next = 0  # number of the event that comes next
+        self.credit_bytes = -1  # left until the next Want; -1: none said yet
+        self.end = ""
+        self.last = b""
+
+
+class Subscriber:
+    """One connection that publishes many requests and takes all their events."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._inbox = f"_INBOX.{secrets.token_hex(8)}"
+        self._decode = msgspec.msgpack.Decoder(list[_Row]).decode
+        self.streams: list[_Stream] = []
+        self.samples: list[bytes] = []
+        self.num_events = 0
+        self.num_bytes = 0
+        self.num_stored = 0
+        self.num_begun = 0
+        self.num_ended = 0
+        self.faults: list[str] = []
+        bus.subscribe(f"{self._inbox}.batch", self._events)
+        bus.subscribe(f"{self._inbox}.ack", self._stored)
+
+    def publish(self, max_tokens: int) -> None:
+        """Send one request."""
+        stream = _Stream(secrets.token_hex(16))
+        headers = {
+            "Nats-Msg-Id": f"{TENANT}:{stream.rid}",
+            "Tm-Reply": f"{self._inbox}.batch",
+            "Tm-Batch": str(len(self.streams)),
+        }
+        self.streams.append(stream)
+        subject = self._bus.topology.subject("intake", request_class="interactive", tenant=TENANT)
+        self._bus.data.publish_nowait(subject, body(max_tokens), f"{self._inbox}.ack", format_headers(headers))
+
+    def _stored(self, _subject: str, _reply: str, payload: bytes, _headers: bytes | None) -> None:
+        self.num_stored += 1
+        if b'"error"' in payload or not payload:
+            self.faults.append(f"a request was not stored: {payload!r}")
+
+    def _events(self, _subject: str, want: str, payload: bytes, _headers: bytes | None) -> None:
+        streams, counted, event = self.streams, 0, b""
+        for row in self._decode(payload):
+            if row.number is None:
+                continue  # accepted, progress
+            stream, event = streams[row.tag], row.event
+            if row.number != stream.next:
+                self.faults.append(f"stream {row.tag}: event {row.number} came in the place of {stream.next}")
+                continue
+            stream.next = row.number + 1
+            stream.last = event
+            stream.credit_bytes -= len(event)
+            counted += 1
+            if row.end or stream.credit_bytes < 0:
+                self._want(stream, row, want)
+        self.num_events += counted
+        self.num_bytes += len(payload)
+        if event and self.num_events // SAMPLE_EVERY > len(self.samples):
+            self.samples.append(event)
+
+    def _want(self, stream: _Stream, row: _Row, subject: str) -> None:
+        """Acknowledge and give credit: at the first event, after half of the credit, and at the end."""
+        if not row.number:
+            self.num_begun += 1
+        if row.end:
+            stream.end = row.end
+            self.num_ended += 1
+        stream.credit_bytes = WINDOW_BYTES // 2
+        want = {"rid": stream.rid, "next": stream.next, "window_bytes": WINDOW_BYTES, "reply": f"{self._inbox}.batch"}
+        self._bus.publish(subject, msgspec.json.encode(want))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRate:
+    """CPU microseconds per token by role (the subscriber among them) in the steady part, and what passed in it."""
+
+    by_role: dict[str, float]
+    tokens_per_s: float
+    event_bytes: int  # median of the events, without what the batch adds
+    wire_bytes: float  # mean, with it
+
+    @property
+    def total(self) -> float:
+        """From frame to bytes at the subscriber: codec (it parses), broker, subscriber. Decode has made its frame."""
+        return sum(self.by_role[role] for role in ("codec", BROKER, "subscriber"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How much to run. The timed part begins when every stream has begun and `warm_tokens` have come."""
+
+    num_streams: int
+    max_tokens: int
+    warm_tokens: int  # the stub draws from 100,000 words, each of which the codec meets once for the first time
+    longest_s: float  # of the timed part; it also ends with the first stream
+    timeout_s: float = 90.0
+
+
+async def token_rate(fleet: Fleet, load: Load) -> TokenRate:
+    """Run the streams and take the CPU times of their steady part.
+
+    Raises: TimeoutError; RuntimeError when a stream lacks an event, has one twice, or ends otherwise than by length.
+    """
+    bus = await Bus.connect([fleet.url], "subscriber", Topology.load(), single=True)
+    subscriber = Subscriber(bus)
+    async with asyncio.timeout(load.timeout_s):
+        for _ in range(load.num_streams):
+            subscriber.publish(load.max_tokens)
+            await bus.data.drain_if_over()
+        # polled, because an event per token would be part of what is measured
+        while subscriber.num_begun < load.num_streams or subscriber.num_events < load.warm_tokens:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        rate = await _steady(fleet, subscriber, load.longest_s)
+        while subscriber.num_ended < load.num_streams and not subscriber.faults:  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+    _check(subscriber)
+    await bus.close()
+    return rate
+
+
+async def _steady(fleet: Fleet, subscriber: Subscriber, longest_s: float) -> TokenRate:
+    if subscriber.num_ended > 0:
+        raise RuntimeError("the first stream ended before the last one began: let them run longer")
+    cpu, own = fleet.cpu(), time.process_time_ns()
+    start, events, num_bytes = time.perf_counter(), subscriber.num_events, subscriber.num_bytes
+    while subscriber.num_ended == 0 and time.perf_counter() - start < longest_s:  # noqa: ASYNC110
+        await asyncio.sleep(POLL_S)
+    used = spent(cpu, fleet.cpu()) | {"subscriber": time.process_time_ns() - own}
+    seconds, events = time.perf_counter() - start, subscriber.num_events - events
+    by_role = {role: ns / events / 1e3 for role, ns in used.items()}
+    event_bytes = int(statistics.median(map(len, subscriber.samples)))
+    return TokenRate(by_role, events / seconds, event_bytes, (subscriber.num_bytes - num_bytes) / events)
+
+
+def _check(subscriber: Subscriber) -> None:
+    """Every stream has each number once (or a fault says so), ended by its length, and events are JSON."""
+    if subscriber.faults:
+        raise RuntimeError(f"{len(subscriber.faults)} faults, the first: {subscriber.faults[0]}")
+    ends = {stream.end for stream in subscriber.streams}
+    if ends != {"length"}:
+        raise RuntimeError(f"streams ended by {sorted(ends)}, not all by their length")
+    for event in (*subscriber.samples, *(stream.last for stream in subscriber.streams)):
+        json.loads(event)
