@@ -69,8 +69,8 @@ class EngineHost:
         await stop.wait()
         self.draining = True
         drained_by = time.monotonic() + self.limits.drain_s
-        while (self._stage.holds() or len(self.outbox)) and time.monotonic() < drained_by:
-            await asyncio.sleep(self.limits.ack_tokens_s)  # noqa: ASYNC110 - holds of a stage have no event
+        while (self._stage.holds() or len(self.outbox)) and time.monotonic() < drained_by:  # noqa: ASYNC110 - no event
+            await asyncio.sleep(self.limits.ack_tokens_s)
         for held in self._stage.holds():
             failed = StageFailed(
                 held.rid, held.attempt, held.stage, self.worker, self.epoch, "internal", "the worker stopped", True

@@ -277,7 +277,7 @@ class Cancelled(Struct, frozen=True, tag="Cancelled"):
 
 
 class Find(Struct, frozen=True, tag="Find"):
-    """owner -> everyone: who has this request in hand? (asked before a repeat is started over)"""
+    """owner -> everyone: who has this request in hand? Asked before a repeated delivery is started over."""
 
     rid: str
     asker: str

@@ -50,7 +50,7 @@ async def ensure(bus: Bus) -> None:
         account = await bus.ask_json("$JS.API.INFO", {})
     except TransientError as error:
         raise SetupError(
-            "the broker has no JetStream for this account: start nats-server with -js, or check permissions on $JS.API.>"
+            "this account has no JetStream: start nats-server with -js, or check its permissions on $JS.API.>"
         ) from error
     if "error" in account:
         raise SetupError(f"JetStream is not enabled for this account: {account['error'].get('description')}")

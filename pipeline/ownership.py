@@ -146,7 +146,7 @@ class Ownership:
 
     async def _drain(self) -> None:
         drained_by = self._loop.time() + self.limits.drain_s
-        while self.requests and self._loop.time() < drained_by:
+        while self.requests and self._loop.time() < drained_by:  # noqa: ASYNC110 - a dict has no event
             await asyncio.sleep(self.limits.ack_tokens_s)
         for request in list(self.requests.values()):
             count("requests_given_back")
@@ -367,8 +367,8 @@ class Ownership:
         if isinstance(message, Accepted | PrefillNoted | KVTransferred) and message.attempt == request.machine.attempt:
             if not isinstance(message, Accepted):
                 request.spans.update((span.stage, span) for span in message.spans)
-            transferred = isinstance(message, KVTransferred) or (isinstance(message, PrefillNoted) and not message.decode)
-            self._endings.learn_plan(request, message.plan, final=transferred)
+            at_prefill = isinstance(message, PrefillNoted) and not message.decode
+            self._endings.learn_plan(request, message.plan, final=at_prefill or isinstance(message, KVTransferred))
             self._check_delivered(request)
         self.signal(request, message)
 

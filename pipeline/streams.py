@@ -28,11 +28,11 @@ _INDEX_MASK = (1 << _INDEX_BITS) - 1
 PUMP_TOKENS = 2_000
 
 
-def _nothing() -> None:
-    pass
+def _nothing(*_: object) -> None:
+    """What happens until somebody wants to know."""
 
 
-class Contradiction(Exception):
+class ContradictionError(Exception):
     """A later attempt produced another token than the one delivered."""
 
 
@@ -108,6 +108,7 @@ class Stream:
         self.prefix = prefix
         self.at = 0
         self.acked = 0
+        self.source = ""
         self.ahead.clear()
 
     @property
@@ -118,7 +119,7 @@ class Stream:
     def receive(self, position: int, tokens: tuple[int, ...], finish: int) -> None:
         """Take a row whose first position is not beyond `at`; what is known already is compared.
 
-        Raises: Contradiction.
+        Raises: ContradictionError.
         """
         if position + len(tokens) <= self.at:
             self.acked = -1  # a repeat: our acknowledgement was lost, so say it again
@@ -126,13 +127,13 @@ class Stream:
         for token in tokens[max(0, self.at - position) :]:
             if self.at < len(known):
                 if known[self.at] != token:
-                    raise Contradiction(f"position {self.at} was {known[self.at]}, attempt repeats {token}")
+                    raise ContradictionError(f"position {self.at} was {known[self.at]}, attempt repeats {token}")
             else:
                 known.append(token)
             self.at += 1
         if finish and self.finish_at < 0:
             if self.at < len(known):
-                raise Contradiction(f"{len(known)} tokens are here, attempt ends after {self.at}")
+                raise ContradictionError(f"{len(known)} tokens are here, attempt ends after {self.at}")
             self.finish_at = self.at
             self.ending = self.ending or Ending(FINISH_CODES[finish - 1])
 
@@ -176,9 +177,7 @@ class Stream:
             if not budget:
                 return True
         if self.ending is not None and self.fed >= self.finish_at >= 0 and self.terminal_n < 0:
-            # usage is part of the terminal event, so it waits for the plan (repeated with every unacknowledged end)
-            if self.plan is not None or self.ending.failure is not None:
-                self._emit_terminal(self.ending)
+            self._emit_terminal(self.ending)
         return False
 
     def _emit(self, event: bytes, end: str) -> None:
@@ -194,13 +193,14 @@ class Stream:
     def _emit_terminal(self, ending: Ending) -> None:
         if self.sent_bytes >= self.limit_bytes >= 0 and self.n >= self.skip_below:
             return
-        event = ending.failure
-        if event is None:
-            assert self.plan is not None  # pump checked
-            event = self.parser.finish(ending.name, self.plan, self.fed)
-        else:
+        if ending.failure is not None:
+            event = ending.failure
             # the subscriber may have more events than a later owner could derive again before it failed
             self.n = max(self.n, self.skip_below)
+        elif self.plan is not None:
+            event = self.parser.finish(ending.name, self.plan, self.fed)
+        else:
+            return  # usage is part of it, so it waits for the plan (repeated with every unacknowledged end)
         self.terminal_n = self.n
         self.before_end()
         self._emit(event, ending.name)
@@ -251,12 +251,12 @@ class StreamTable:
         self._free: list[int] = []
         self._gaps: set[Stream] = set()
         self._parting: dict[str, array[int]] = {}  # released handles that their engines may forget, by source
-        self.on_first_tokens: Callable[[Stream], None] = lambda stream: None
-        self.on_ended: Callable[[Stream], None] = lambda stream: None
-        self.on_contradiction: Callable[[Stream, str], None] = lambda stream, why: None
-        self.on_failed: Callable[[Stream, str], None] = lambda stream, why: self.on_contradiction(stream, why)
-        self.on_stopped: Callable[[Stream], None] = lambda stream: None
-        self.on_more: Callable[[Stream], None] = lambda stream: None
+        self.on_first_tokens: Callable[[Stream], None] = _nothing
+        self.on_ended: Callable[[Stream], None] = _nothing
+        self.on_contradiction: Callable[[Stream, str], None] = _nothing
+        self.on_failed: Callable[[Stream, str], None] = _nothing
+        self.on_stopped: Callable[[Stream], None] = _nothing
+        self.on_more: Callable[[Stream], None] = _nothing
 
     def issue(self, stream: Stream) -> int:
         """A handle for a stream: valid until `release`."""
@@ -335,7 +335,7 @@ class StreamTable:
         first = stream.at == 0
         try:
             stream.receive(position, tokens, finish)
-        except Contradiction as error:
+        except ContradictionError as error:
             count("streams_contradicted")
             self.on_contradiction(stream, str(error))
             return
@@ -346,7 +346,7 @@ class StreamTable:
     def _close_gap(self, stream: Stream) -> None:
         try:
             stream.drain_ahead()
-        except Contradiction as error:
+        except ContradictionError as error:
             count("streams_contradicted")
             self.on_contradiction(stream, str(error))
             return

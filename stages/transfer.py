@@ -43,6 +43,7 @@ from stages.prefill import PARTIAL_KEY, sampling_params
 
 log = structlog.get_logger()
 
+NOTHING_READ = TransferResult(num_bytes=0, num_blocks_read=0, num_blocks_had=0)
 MAX_QUEUED_OFFERS = 64  # bounded waiting place (design 2.9); beyond it an offer is busy
 
 
@@ -53,15 +54,24 @@ class _Reading:
     event: PrefillFinished
     offer: Offer
     handoff: DecodeHandoff
-    had: Lease | None = None
-    fresh: Lease | None = None
+    leases: list[Lease] = field(default_factory=list)  # of blocks that were here already, then of fresh ones
     slot: int = -1
-    result: TransferResult | None = None
+    result: TransferResult = NOTHING_READ
     arrived_ns: int = field(default_factory=time.time_ns)
 
     @property
     def key(self) -> tuple[str, int]:
         return self.event.env.rid, self.event.env.attempt
+
+    @property
+    def had(self) -> tuple[int, ...]:
+        """Blocks that were here already."""
+        return self.leases[0].blocks
+
+    @property
+    def fresh(self) -> tuple[int, ...]:
+        """Blocks to read into."""
+        return self.leases[1].blocks
 
 
 @dataclass(slots=True)
@@ -176,7 +186,7 @@ class Transfer:
         if fresh is None or slot is None:
             self.memory.release([had] if fresh is None else [had, fresh])
             return False
-        reading.had, reading.fresh, reading.slot = had, fresh, slot
+        reading.leases, reading.slot = [had, fresh], slot
         return True
 
     def _admit_queued(self) -> None:
@@ -192,16 +202,10 @@ class Transfer:
         answer = Answer(Outcome.DUPLICATE)
         for action in actions:
             match action:
-                case DecodeAction.SAY_OK:
-                    answer = Answer(Outcome.ACCEPTED)
-                case DecodeAction.SAY_LATER:
-                    answer = Answer(Outcome.QUEUED)
-                case DecodeAction.SAY_NEVER:
-                    answer = Answer(Outcome.REFUSED)
+                case DecodeAction.SAY_OK | DecodeAction.SAY_LATER | DecodeAction.SAY_NEVER:
+                    answer = _SAYS[action]
                 case DecodeAction.READ:
                     self._spawn(self._read(reading))
-                case DecodeAction.VERIFY:
-                    pass  # part of the copy: each block is verified while it is in the cache
                 case DecodeAction.FREE:
                     self._free(reading)
                 case DecodeAction.NOTE_RELEASED:
@@ -210,6 +214,8 @@ class Transfer:
                     self._failed(reading)
                 case DecodeAction.DECODE:
                     self._begin_decode(reading)
+                case DecodeAction.VERIFY:
+                    pass  # part of the copy: each block is verified while it is in the cache
         return answer
 
     async def _read(self, reading: _Reading) -> None:
@@ -232,10 +238,9 @@ class Transfer:
             self._on(reading, DecodeInput.VERIFIED)
 
     async def _copy(self, reading: _Reading, reader: RegionReader) -> TransferResult:
-        assert reading.had is not None and reading.fresh is not None  # _reserve filled them
         offer = reading.offer
-        lacking = range(len(reading.had.blocks), offer.num_blocks)
-        views = self.memory.block_views(reading.fresh.blocks)
+        lacking = range(len(reading.had), offer.num_blocks)
+        views = self.memory.block_views(reading.fresh)
         state = self.memory.kv.states[reading.slot]
         num_bytes = int(offer.blocks[lacking.start :, 1].sum()) + offer.state_bytes
         if num_bytes <= INLINE_BYTES:
@@ -247,17 +252,17 @@ class Transfer:
         self._on(reading, DecodeInput.FAIL, reason)
 
     def _begin_decode(self, reading: _Reading) -> None:
-        assert reading.had is not None and reading.fresh is not None and reading.result is not None
-        event, env, offer = reading.event, reading.event.env, reading.offer
+        event, env = reading.event, reading.event.env
         self._seal(reading)
+        read = reading.result
         note = KVTransferred(
             env.rid,
             env.attempt,
             self.host.worker,
             self.host.epoch,
-            reading.result.num_bytes,
-            reading.result.num_blocks_read,
-            reading.result.num_blocks_had,
+            read.num_bytes,
+            read.num_blocks_read,
+            read.num_blocks_had,
             self._spans(reading),
             event.plan,
         )
@@ -278,19 +283,17 @@ class Transfer:
                 replay_from=plan.replay_from,
                 kind=PlanKind.HIT,
             ),
-            block_table=[*reading.had.blocks, *reading.fresh.blocks],
+            block_table=[*reading.had, *reading.fresh],
             state_slot=reading.slot,
             seed=plan.seed,
             sampling=sampling_params(event.sampling),
             output=[event.first_tokens[0]],
         )
-        self.decode.begin(seq, [reading.had, reading.fresh], env.handles[0], env.owner, encode(note))
+        self.decode.begin(seq, reading.leases, env.handles[0], env.owner, encode(note))
 
     def _seal(self, reading: _Reading) -> None:
         """Full blocks may be hit by the next handoff of the same prefix."""
-        assert reading.had is not None and reading.fresh is not None
-        first = len(reading.had.blocks)
-        for number, block in enumerate(reading.fresh.blocks, start=first):
+        for number, block in enumerate(reading.fresh, start=len(reading.had)):
             key = reading.offer.block_keys[number]
             if key != PARTIAL_KEY and self.verify:
                 self.memory.seal(block, key, reading.offer.checksums[number], approximate=False)
@@ -298,7 +301,7 @@ class Transfer:
     def _spans(self, reading: _Reading) -> tuple[Span, ...]:
         start_ns = reading.event.spans[-1].start_ns if reading.event.spans else reading.arrived_ns
         result = reading.result
-        text = f"{result.num_bytes} bytes, {result.num_blocks_had} blocks here already" if result else ""
+        text = f"{result.num_bytes} bytes, {result.num_blocks_had} blocks here already"
         return (Span(self.name, self.host.worker, start_ns, time.time_ns(), text),)
 
     def _note(self, reading: _Reading, reason: str) -> None:
@@ -322,14 +325,20 @@ class Transfer:
             self.host.tell(env.owner, failed)
 
     def _free(self, reading: _Reading) -> None:
-        leases = [lease for lease in (reading.had, reading.fresh) if lease is not None]
-        self.memory.release(leases)
+        self.memory.release(reading.leases)
         if reading.slot >= 0:
             self.memory.give_state(reading.slot)
-        reading.had = reading.fresh = None
+        reading.leases = []
         reading.slot = -1
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+_SAYS = {
+    DecodeAction.SAY_OK: Answer(Outcome.ACCEPTED),
+    DecodeAction.SAY_LATER: Answer(Outcome.QUEUED),
+    DecodeAction.SAY_NEVER: Answer(Outcome.REFUSED),
+}
