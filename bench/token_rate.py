@@ -26,6 +26,8 @@ TENANT = "default"
 WINDOW_BYTES = 1 << 20  # credit with every Want, as pipeline.client gives
 SAMPLE_EVERY = 1_009  # events; a prime, so that the sample walks through the streams
 POLL_S = 0.01
+# 500 requests a second: arriving requests are bench.cost's subject, here they only must not stand in the tokens' way
+RAMP_REQUESTS, RAMP_PAUSE_S = 10, 0.02
 
 
 class _Row(msgspec.Struct, array_like=True, gc=False):
@@ -81,6 +83,11 @@ class Subscriber:
         self.streams.append(stream)
         subject = self._bus.topology.subject("intake", request_class="interactive", tenant=TENANT)
         self._bus.data.publish_nowait(subject, body(max_tokens), f"{self._inbox}.ack", format_headers(headers))
+
+    def check(self) -> None:
+        """Raises: RuntimeError when an event was lost or came twice, or a request was not stored."""
+        if self.faults:
+            raise RuntimeError(f"{len(self.faults)} faults, the first: {self.faults[0]}")
 
     def _stored(self, _subject: str, _reply: str, payload: bytes, _headers: bytes | None) -> None:
         self.num_stored += 1
@@ -153,16 +160,18 @@ async def token_rate(fleet: Fleet, load: Load) -> TokenRate:
     bus = await Bus.connect([fleet.url], "subscriber", Topology.load(), single=True)
     subscriber = Subscriber(bus)
     async with asyncio.timeout(load.timeout_s):
-        for _ in range(load.num_streams):
+        for number in range(load.num_streams):
             subscriber.publish(load.max_tokens)
-            await bus.data.drain_if_over()
-        # polled, because an event per token would be part of what is measured
-        while subscriber.num_begun < load.num_streams or subscriber.num_events < load.warm_tokens:  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
+            if number % RAMP_REQUESTS == 0:
+                await asyncio.sleep(RAMP_PAUSE_S)
+        while subscriber.num_begun < load.num_streams or subscriber.num_events < load.warm_tokens:
+            subscriber.check()
+            await asyncio.sleep(POLL_S)  # an event per token would be part of what is measured
         rate = await _steady(fleet, subscriber, load.longest_s)
-        while subscriber.num_ended < load.num_streams and not subscriber.faults:  # noqa: ASYNC110
+        while subscriber.num_ended < load.num_streams:
+            subscriber.check()
             await asyncio.sleep(POLL_S)
-    _check(subscriber)
+    _check_answers(subscriber)
     await bus.close()
     return rate
 
@@ -181,10 +190,8 @@ async def _steady(fleet: Fleet, subscriber: Subscriber, longest_s: float) -> Tok
     return TokenRate(by_role, events / seconds, event_bytes, (subscriber.num_bytes - num_bytes) / events)
 
 
-def _check(subscriber: Subscriber) -> None:
-    """Every stream has each number once (or a fault says so), ended by its length, and events are JSON."""
-    if subscriber.faults:
-        raise RuntimeError(f"{len(subscriber.faults)} faults, the first: {subscriber.faults[0]}")
+def _check_answers(subscriber: Subscriber) -> None:
+    """All streams ended by their length, with each number once (or `check` would have said so), and events are JSON."""
     ends = {stream.end for stream in subscriber.streams}
     if ends != {"length"}:
         raise RuntimeError(f"streams ended by {sorted(ends)}, not all by their length")

@@ -96,6 +96,8 @@ class PrefixIndex:
         split = split_keys(keys)
         found: dict[str, int] = {}
         alive, depth = self._live, 0
+        if not alive:
+            return found  # nobody is known yet; the walk below ends where the last holder drops out
         for mask in map(self._masks.get, split):
             still = alive & mask if mask else 0
             if still != alive:

@@ -79,5 +79,12 @@ class Admission:
     def _refuse(self, headers: dict[str, str], reply: str, error: RequestError) -> None:
         count("requests_malformed")
         failure = self._codec.failure(headers.get("Tm-Protocol", ""), error.code, error.message, error.param)
-        subscriber = self._subscribers.get(reply, -1)
-        subscriber.event(subscriber.prefix(0, 0, 0), 0, failure, error.code)
+        tag = _readable_tag(headers.get("Tm-Batch", ""))
+        subscriber = self._subscribers.get(reply, tag)
+        subscriber.event(subscriber.prefix(max(tag, 0), 0, 0), 0, failure, error.code)
+        subscriber.flush()
+
+
+def _readable_tag(text: str) -> int:
+    """The tag of a refused request, so that its failure comes in the form that was asked for; -1 if there is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 1 << 64 else -1

@@ -39,7 +39,7 @@ class BlobRef:
             ref = cls(name, int(parts), int(size), digest)
         except ValueError as error:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"not a blob reference: {text[:80]!r}") from error
-        if not name.isalnum() or not 0 < ref.num_parts <= 65_536 or ref.num_bytes < 0:
+        if not (name.isascii() and name.isalnum()) or not 0 < ref.num_parts <= 65_536 or ref.num_bytes < 0:
             raise RequestError(ErrorCode.INVALID_REQUEST, f"not a blob reference: {text[:80]!r}")
         return ref
 
@@ -61,6 +61,7 @@ async def put(bus: Bus, tenant: str, rid: str, name: str, data: bytes) -> BlobRe
     """
     parts = split(data, bus.topology.limits.blob_part_bytes)
     gate = asyncio.Semaphore(_WINDOW)
+    refused: BaseExceptionGroup[TransientError] | None = None
 
     async def put_part(index: int, part: bytes) -> None:
         async with gate:
@@ -68,9 +69,15 @@ async def put(bus: Bus, tenant: str, rid: str, name: str, data: bytes) -> BlobRe
             if "error" in answer:
                 raise TransientError(f"BLOB refused part {index} of {name}: {answer['error'].get('description')}")
 
-    async with asyncio.TaskGroup() as group:
-        for index, part in enumerate(parts):
-            group.create_task(put_part(index, part))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index, part in enumerate(parts):
+                group.create_task(put_part(index, part))
+    except* TransientError as errors:
+        refused = errors
+    if refused is not None:
+        # one of them is enough to know, and whoever retries looks for a TransientError
+        raise TransientError(str(refused.exceptions[0])) from refused
     return BlobRef(name, len(parts), len(data), digest_of(data))
 
 

@@ -9,6 +9,7 @@ what matters, and a buffered message would reach peers that have not subscribed 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ OnMessage = Callable[[str, str, bytes, bytes | None], None]
 
 # A broker that allows less cannot carry a prefill offer of a long prompt. Source: ours (design 2.10).
 MIN_PAYLOAD_BYTES = 262_144
+# nats-py alone would try for ever (max_reconnect_attempts=-1). Longer than a broker takes to restart. Source: ours
+CONNECT_TIMEOUT_S = 5.0
 
 
 class Bus:
@@ -40,10 +43,18 @@ class Bus:
         self.control = control
         self._on_reconnect: list[Callable[[], None]] = []
         self._denied: list[str] = []
+        self._last_error = ""
 
     @classmethod
     async def connect(
-        cls, urls: Sequence[str], worker: str, topology: Topology, *, fast: bool = True, single: bool = False
+        cls,
+        urls: Sequence[str],
+        worker: str,
+        topology: Topology,
+        *,
+        fast: bool = True,
+        single: bool = False,
+        timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> Bus:
         """Open the connections; `single`: one serves as both (clients).
 
@@ -52,12 +63,14 @@ class Bus:
         data = make_client(fast)
         bus = cls(worker, topology, data, data if single else make_client(fast))
         try:
-            await bus._open(bus.data, list(urls), f"{worker}/data", bus._reconnected)
-            if not single:
-                await bus._open(bus.control, list(urls), f"{worker}/control", None)
+            async with asyncio.timeout(timeout_s):
+                await bus._open(bus.data, list(urls), f"{worker}/data", bus._reconnected)
+                if not single:
+                    await bus._open(bus.control, list(urls), f"{worker}/control", None)
         except (nats.errors.Error, OSError, TimeoutError) as error:
             await bus.close()
-            raise SetupError(f"no NATS server answers at {', '.join(urls)}: {error!r}") from error
+            why = bus._last_error or repr(error)
+            raise SetupError(f"no NATS server answers at {', '.join(urls)}: {why}") from error
         if bus.data.max_payload < MIN_PAYLOAD_BYTES:
             allowed = bus.data.max_payload
             await bus.close()
@@ -67,6 +80,7 @@ class Bus:
     async def _open(self, client: Client, urls: list[str], name: str, on_reconnect: Any) -> None:
         async def on_error(error: Exception) -> None:
             count("bus_errors")
+            self._last_error = str(error)
             if "permissions violation" in str(error).lower():
                 self._denied.append(str(error))
             log.warning("bus error", connection=name, error=str(error))

@@ -25,6 +25,8 @@ from pipeline.topology import Topology
 WINDOW_BYTES = 1 << 20  # credit given with every Want. Source: facts-bus 11.8
 _PUBLISH_TRIES = 4  # with one Msg-Id: the broker drops what it has already
 _ACK_TIMEOUT_S = 2.0
+# Ends of a whole request. One that ends so before it was encoded has one stream, however many choices it asked for.
+_TOLD_ONCE = frozenset({*ErrorCode, "abort"})
 _FULL = (10077, 10122)  # stream or tenant limit reached. Source: nats-server error codes
 
 
@@ -107,6 +109,8 @@ class Stream:
             self.want_subject = want_subject
         if event.number is None:
             self._note(event)
+        elif event.choice >= self.num_choices:
+            pass  # not asked for: `resume` named fewer choices than the request has
         elif event.attempt < self._attempt or event.number < self.following[event.choice]:
             pass  # known already, or of an attempt that was given up
         elif event.number > self.following[event.choice]:
@@ -129,6 +133,10 @@ class Stream:
         self._queue.put_nowait(event)
         if event.end:
             self._ended.add(event.choice)
+            if event.number == 0 and event.end in _TOLD_ONCE and not any(self.following[1:]):
+                # over before it was known how many choices there are: choice 0 speaks for all
+                self._ended.update(range(self.num_choices))
+                self.following = [1] * self.num_choices
         if self.ended:
             self.want()
             self._queue.put_nowait(None)
@@ -320,10 +328,19 @@ class Client:
         stream.take(event, reply)
 
     def _events(self, _subject: str, reply: str, payload: bytes, _headers: bytes | None) -> None:
+        if payload.startswith(b"{"):
+            self._unknown(json.loads(payload)["event"])
+            return
         for tag, attempt, choice, number, end, body in _rows(self._decode_batch(payload)):
             stream = self._tags.get(tag)
             if stream is not None:
                 stream.take(Event(body, number, attempt, choice or 0, end or ""), reply)
+
+    def _unknown(self, note: dict[str, Any]) -> None:
+        """An owner that does not know a request cannot know its tag either: it answers in JSON."""
+        for stream in list(self._streams.values()):
+            if note.get("type") == "request_unknown" and note.get("rid") == stream.rid:
+                self.want_anyone(stream)
 
     def want(self, stream: Stream, *, resend: bool) -> None:
         """Send a stream's Want to its owner; without one, to everyone."""

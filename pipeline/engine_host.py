@@ -105,10 +105,19 @@ class EngineHost:
             self.answer(event, self._stage.repeat(event))
             return
         stopping = Answer(Outcome.BUSY, "the worker is stopping")
-        answer = stopping if self.draining else self._stage.submit(event)
+        answer = stopping if self.draining else self._submit(event)
         if answer.outcome not in (Outcome.ACCEPTED, Outcome.QUEUED):
             self._tombstones.give_back(env.rid, env.attempt)
         self.answer(event, answer)
+
+    def _submit(self, event: Any) -> Answer:
+        try:
+            return self._stage.submit(event)
+        except Exception:
+            # a bug in a stage must not look like work in hand (house rule 5)
+            log.exception("engine stage failed to take work", stage=self._stage.name)
+            count("submits_failed")
+            return Answer(Outcome.BUSY, "the stage failed to take it")
 
     def answer(self, event: Any, answer: Answer) -> None:
         """Tell sender and owner at once what becomes of offered work."""

@@ -224,7 +224,7 @@ class FastClient(Client):
         s.last_attempt = time.monotonic()
         transport = _FastTransport()  # type: ignore[no-untyped-call]
         await transport.connect(s.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
-        self._transport, self._unsent_bytes = transport, 0
+        self._transport = transport
 
     async def _read_loop(self) -> None:
         if self._transport is None:

@@ -108,6 +108,8 @@ class Intake:
         asyncio.get_running_loop().call_later(0.5, self._recreate)
 
     def _recreate(self) -> None:
+        if self._stopped:
+            return
         task = asyncio.ensure_future(self._ensure_and_pull())
         task.add_done_callback(lambda done: done.exception())
 

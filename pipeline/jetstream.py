@@ -15,8 +15,7 @@ from pipeline.errors import SetupError, TransientError
 from pipeline.topology import ConsumerSpec, StreamSpec
 
 NS = 1_000_000_000
-_NOT_FOUND = {10059, 10014}  # stream, consumer. Source: nats-server error codes
-_IN_USE = {10058, 10013, 10148, 10105}
+_IN_USE = {10058, 10013, 10148, 10105}  # stream, consumer: there already. Source: nats-server error codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ def parse_ack(subject: str) -> Delivery:
     Raises: ValueError for anything else.
     """
     tokens = subject.split(".")
-    if len(tokens) < 9 or tokens[:2] != ["$JS", "ACK"]:
+    if len(tokens) < 9 or len(tokens) == 10 or tokens[:2] != ["$JS", "ACK"]:
         raise ValueError(f"not a JetStream ack subject: {subject!r}")
     at = 4 if len(tokens) == 9 else 6
     return Delivery(subject, int(tokens[at]), int(tokens[at + 1]), int(tokens[at + 3]))

@@ -80,6 +80,7 @@ from pipeline.wire import decode_control, encode
 log = structlog.get_logger()
 
 STAGE_TIMEOUT_S = 0.5  # lookup accepted, no engine spoke: ask again. Source: ours, 20 x the accept timeout
+MAX_TOMBSTONES = 100_000  # of requests never seen: whoever cancels what does not exist fills at most this
 _TAKEN = (Outcome.ACCEPTED, Outcome.QUEUED)
 _BEFORE_ENGINE = frozenset(
     (State.NEW, State.FINDING, State.FENCING, State.ENCODING, State.OFFERED, State.WAITING, State.LOOKUP)
@@ -98,7 +99,7 @@ class Ownership:
         self.ended: dict[str, Request] = {}  # still answers Want, for `keep_finished_s`
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._cancelled: dict[str, float] = {}  # rid -> when the tombstone of a request unseen so far may go
+        self._cancelled: dict[tuple[str, str], float] = {}  # (tenant, rid) unseen so far -> until when it is remembered
         self._membership = membership
         self._timers = Timers(self._loop, lambda rid, timer: self._signal(rid, TimedOut(timer)))
         self._owner_limits = owner_limits(bus)
@@ -142,7 +143,12 @@ class Ownership:
     async def _every(self, period_s: float, call: Callable[[], None]) -> None:
         while True:
             await asyncio.sleep(period_s)
-            call()
+            try:
+                call()
+            except Exception:
+                # a bug in one tick may not stop the clock of every other request (house rule 5)
+                log.exception("tick failed", tick=call.__name__)
+                count("ticks_failed")
 
     async def _drain(self) -> None:
         drained_by = self._loop.time() + self.limits.drain_s
@@ -190,7 +196,7 @@ class Ownership:
         request.subscriber.note(request.head.tag, 0, note_body("request_accepted", rid=request.rid, owner=self.worker))
         actions = machine.on(Started(request.delivery.num_delivered))
         # what is over before it began costs nothing: its start is not carried out
-        if self._cancelled.pop(request.rid, None) is not None:
+        if self._cancelled.pop((request.head.tenant, request.rid), None) is not None:
             actions = machine.on(CancelAsked("cancelled by the publisher"))
         elif remaining_s <= 0:
             actions = machine.on(TimedOut(Timer.DEADLINE))
@@ -385,11 +391,13 @@ class Ownership:
         except (msgspec.DecodeError, KeyError, TypeError):
             count("cancels_malformed")
             return
+        tenant = subject.rsplit(".", 1)[-1]
         request = self.requests.get(rid)
         if request is None:
             # remembered, so that a cancel may overtake its request
-            self._cancelled[rid] = self._loop.time() + self.limits.tombstone_s
-        elif request.head.tenant != subject.rsplit(".", 1)[-1]:
+            if len(self._cancelled) < MAX_TOMBSTONES:
+                self._cancelled[tenant, rid] = self._loop.time() + self.limits.tombstone_s
+        elif request.head.tenant != tenant:
             count("cancels_of_other_tenants")
         else:
             if reply:
@@ -429,8 +437,8 @@ class Ownership:
 
     def _tick_in_progress(self) -> None:
         now = self._loop.time()
-        for rid in [rid for rid, until in self._cancelled.items() if until < now]:
-            del self._cancelled[rid]
+        for key in [key for key, until in self._cancelled.items() if until < now]:
+            del self._cancelled[key]
         for request in list(self.requests.values()):
             self.bus.publish(request.delivery.ack, b"+WPI")
             if request.want_at >= 0 and now - request.want_at > self.limits.want_silence_s:
@@ -445,7 +453,7 @@ class Ownership:
         self.signal(request, Delivered() if ending else CancelAsked("the subscriber went silent"))
 
     def _tick_holders(self) -> None:
-        for request in self.requests.values():
+        for request in list(self.requests.values()):  # a check may end requests
             holder = request.machine.holder()
             if holder is not None:
                 self._watch.check(holder.worker, holder.epoch)

@@ -65,16 +65,16 @@ class Stepper:
         if self._closed:
             return
         started = self._loop.time()
+        self._scheduled = False  # before the step: a wake from within it, or from on_failure, must count
         result = self._step()
         if result is None:
-            self._scheduled = False
             return
-        self._on_result(result)
         pause_s = self._engine.pace_s
-        if pause_s > 0:
+        if not self._scheduled:
+            # before on_result, which may fail: the engine steps on
+            self._scheduled = True
             self._loop.call_at(started + pause_s, self._tick)
-        else:
-            self._loop.call_soon(self._tick)
+        self._on_result(result)
 
     def _step(self) -> Any | None:
         try:

@@ -254,7 +254,7 @@ class StreamTable:
         self.on_first_tokens: Callable[[Stream], None] = _nothing
         self.on_ended: Callable[[Stream], None] = _nothing
         self.on_contradiction: Callable[[Stream, str], None] = _nothing
-        self.on_failed: Callable[[Stream, str], None] = _nothing
+        self.on_failed: Callable[[Stream, str], None] = self._unheard_failure
         self.on_stopped: Callable[[Stream], None] = _nothing
         self.on_more: Callable[[Stream], None] = _nothing
 
@@ -371,6 +371,9 @@ class StreamTable:
             self.on_ended(stream)
         if more:
             self.on_more(stream)
+
+    def _unheard_failure(self, stream: Stream, why: str) -> None:
+        self.on_contradiction(stream, why)
 
     def pump(self, stream: Stream) -> None:
         """Publish what became possible (a window opened, an end was set), and flush."""

@@ -38,6 +38,7 @@ log = structlog.get_logger()
 
 STAGE = "transfer"
 _TRIES_OF_ONE = 2  # the same offer again to the same engine, before it counts as lost
+_TRIES_OF_SLOW = 40  # while its beacons are fresh: a second. Source: ours, twice the silence that makes a holder suspect
 _PAUSE_S = 0.02  # first pause when every decode engine is full; doubles to 0.5 s. Source: ours
 _MAX_PAUSE_S = 0.5
 
@@ -181,12 +182,17 @@ class Sender:
         subject = self._host.bus.topology.subject("offer", worker=decode)
         key = (*handover.key, STAGE)
         answer = None
-        for _ in range(_TRIES_OF_ONE):
+        tries = 0
+        while answer is None and (tries < _TRIES_OF_ONE or self._only_slow(handover, decode, tries)):
             answer = await self._host.offers.send(key, subject, payload)
-            if answer is not None:
-                break
+            tries += 1
         outcome = answer.outcome if answer else None
         self._apply(handover, _HEARD.get(outcome, PrefillInput.LOST), epoch)
+
+    def _only_slow(self, handover: Handover, decode: str, tries: int) -> bool:
+        """Whether a silent engine still announces itself: it answers late, and a revoked lease would waste its read."""
+        fresh = self._host.membership.silent_s(decode) <= self._host.limits.beacon_fresh_s
+        return fresh and tries < _TRIES_OF_SLOW and handover.key in self._open
 
     async def _settled(self, handover: Handover) -> bool:
         """Wait while a reader has it; False when it must be offered to another."""

@@ -124,9 +124,21 @@ class Transfer:
     def repeat(self, event: PrefillFinished) -> Answer:
         """See EngineStage."""
         reading = self._readings.get((event.env.rid, event.env.attempt))
-        if reading is None or reading.offer.epoch != event.offer.ticket.epoch:
+        if reading is None:
+            # read long ago, but the note that said so was lost or belongs to an earlier offer of the same KV
+            self._tell_ended(event, "")
             return Answer(Outcome.DUPLICATE)
-        return self._carry_out(reading, reading.handoff.on(DecodeInput.REPEAT))
+        if reading.offer.epoch == event.offer.ticket.epoch:
+            return self._carry_out(reading, reading.handoff.on(DecodeInput.REPEAT))
+        if reading in self._queue:
+            # nothing of the earlier offer was read yet: the newer one takes its place
+            self._queue.remove(reading)
+            del self._readings[reading.key]
+            answer = self.submit(event)
+            if answer.outcome not in (Outcome.ACCEPTED, Outcome.QUEUED):
+                self.host.forget(*reading.key)
+            return answer
+        return Answer(Outcome.BUSY, "an earlier offer is being read", retry_after_s=0.02)
 
     def cancel(self, rid: str, attempt: int) -> None:
         """See EngineStage."""
@@ -305,9 +317,11 @@ class Transfer:
         return (Span(self.name, self.host.worker, start_ns, time.time_ns(), text),)
 
     def _note(self, reading: _Reading, reason: str) -> None:
-        event = reading.event
-        ended = HandoffEnded(event.env.rid, event.env.attempt, self.host.worker, reading.offer.epoch, reason)
-        self.host.tell(event.sender, ended)
+        self._tell_ended(reading.event, reason)
+
+    def _tell_ended(self, event: PrefillFinished, reason: str) -> None:
+        epoch = event.offer.ticket.epoch
+        self.host.tell(event.sender, HandoffEnded(event.env.rid, event.env.attempt, self.host.worker, epoch, reason))
 
     def _failed(self, reading: _Reading) -> None:
         """Both ends hear of it: prefill frees its KV, the owner starts another attempt."""

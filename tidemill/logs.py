@@ -39,6 +39,9 @@ def configure(level: str = "info", *, json: bool = False) -> None:
 
 
 def _renderers(*, json: bool) -> list[structlog.typing.Processor]:
+    # Tracebacks without local variables: those hold people's prompts, and drawing them takes a second of event loop.
     if json:
-        return [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
-    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        return [structlog.processors.ExceptionRenderer(frames), structlog.processors.JSONRenderer()]
+    plain = structlog.dev.plain_traceback
+    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]

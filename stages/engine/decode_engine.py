@@ -7,6 +7,7 @@ A decode engine never recomputes: out of blocks, the sequence with the longest o
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kv.block import Lease
@@ -22,17 +23,17 @@ _NO_RESOURCE = FINISH_CODES.index(FinishReason.INSUFFICIENT_SYSTEM_RESOURCE) + 1
 
 def finish_of(seq: Sequence, token: int, max_context_tokens: int) -> int:
     """The finish code after `token` was appended to `seq.output`, 0 while it runs on."""
-    sampling = seq.sampling
+    sampling, num_output = seq.sampling, len(seq.output)
     if token in sampling.eos_ids and not sampling.ignore_eos:
         return _STOP
-    if len(seq.output) >= sampling.max_tokens or seq.num_tokens >= max_context_tokens:
+    if num_output >= sampling.max_tokens or seq.num_prompt_tokens + num_output >= max_context_tokens:
         return _LENGTH
     return 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DecodeJob:
-    """One choice being decoded, and what it holds."""
+    """One choice being decoded, and what it holds. `stopped` is a wish that the next step obeys."""
 
     seq: Sequence
     entry: Entry
@@ -54,7 +55,10 @@ class DecodeResult:
 
 
 class DecodeEngine:
-    """Runs decode jobs. `submit`, `cancel` and `stop` may be called from another thread than `step`."""
+    """Runs decode jobs. Another thread than `step`'s may `submit`, set a job's `stopped` and call `fail_all`.
+
+    Every job that was submitted comes back exactly once: in a result's `over`, or from `fail_all`.
+    """
 
     def __init__(
         self, runner: Runner, memory: EngineMemory, *, max_batch: int, inline: bool, pace_s: float = 0.0
@@ -64,74 +68,89 @@ class DecodeEngine:
         self._runner = runner
         self._memory = memory
         self._max_batch = max_batch
-        self._inbox: deque[DecodeJob] = deque()
+        self._inbox: deque[DecodeJob] = deque()  # from the other thread; all below belongs to step's
+        self._waiting: deque[DecodeJob] = deque()
         self._running: list[DecodeJob] = []
-
-    @property
-    def num_running(self) -> int:
-        """Jobs in the batch or about to enter it."""
-        return len(self._running) + len(self._inbox)
+        self._failed: deque[DecodeJob] = deque()  # to the other thread
 
     def submit(self, job: DecodeJob) -> None:
-        """Enter the batch at the next step."""
+        """Enter the batch at the next step, or as soon as there is room in it."""
         self._inbox.append(job)
 
     def step(self) -> DecodeResult | None:
         """One token for each running sequence; None when idle."""
-        while self._inbox and len(self._running) < self._max_batch:
-            self._running.append(self._inbox.popleft())
-        if not self._running:
+        over = self._admit()
+        if not self._running and not over:
             return None
-        over = [job for job in self._running if job.stopped]
-        if over:
-            self._running = [job for job in self._running if not job.stopped]
-        rows: list[TokenRow] = []
-        self._grow(rows, over)
-        if self._running:
-            self._decode(rows, over)
-        return DecodeResult(rows, over)
+        result = DecodeResult([], over)
+        try:
+            self._grow(result)
+            if self._running:
+                self._decode(result)
+        except BaseException:
+            # here and not in fail_all: by then another step may have begun
+            self._failed.extend((*over, *self._running, *self._waiting))
+            self._running, self._waiting = [], deque()
+            raise
+        return result
 
-    def _decode(self, rows: list[TokenRow], over: list[DecodeJob]) -> None:
-        jobs = self._running
+    def _admit(self) -> list[DecodeJob]:
+        """Let stopped jobs out, wherever they are, and waiting ones in; returns the former."""
+        while self._inbox:
+            self._waiting.append(self._inbox.popleft())
+        over: list[DecodeJob] = []
+        self._running = _without_stopped(self._running, over)
+        if self._waiting:
+            self._waiting = deque(_without_stopped(self._waiting, over))
+        while self._waiting and len(self._running) < self._max_batch:
+            self._running.append(self._waiting.popleft())
+        return over
+
+    def _decode(self, result: DecodeResult) -> None:
+        jobs, still = self._running, list[DecodeJob]()
         tokens = self._runner.decode([job.seq for job in jobs])
         context = self._runner.card.max_context_tokens
-        finished = False
         for job, token in zip(jobs, tokens, strict=True):
-            seq = job.seq
-            seq.output.append(token)
-            finish = finish_of(seq, token, context)
-            rows.append(TokenRow(job.entry, len(seq.output) - 1, (token,), finish))
-            if finish:
-                finished = True
-                over.append(job)
-                job.stopped = True
-        if finished:
-            self._running = [job for job in jobs if not job.stopped]
+            output = job.seq.output
+            output.append(token)
+            finish = finish_of(job.seq, token, context)
+            result.rows.append(TokenRow(job.entry, len(output) - 1, (token,), finish))
+            (result.over if finish else still).append(job)
+        self._running = still
 
-    def _grow(self, rows: list[TokenRow], over: list[DecodeJob]) -> None:
+    def _grow(self, result: DecodeResult) -> None:
         """Every sequence needs the block of the position it writes now."""
-        for job in list(self._running):
-            if job.stopped or (job.seq.num_tokens - 1) // BLOCK_TOKENS < len(job.seq.block_table):
-                continue
-            lease = self._memory.allocate(1)
-            while lease is None:
-                victim = max(self._running, key=lambda candidate: len(candidate.seq.output))
-                rows.append(TokenRow(victim.entry, len(victim.seq.output), (), _NO_RESOURCE))
-                self._running.remove(victim)
-                victim.stopped = True
-                self._memory.release(victim.leases)
-                victim.leases = []
-                over.append(victim)
-                if victim is job:
-                    break
+        # written out: a call a sequence would cost a tenth of the step
+        short = [
+            job
+            for job in self._running
+            if (job.seq.num_prompt_tokens + len(job.seq.output) - 1) // BLOCK_TOKENS >= len(job.seq.block_table)
+        ]
+        for job in short:
+            while job not in result.over:
                 lease = self._memory.allocate(1)
-            if lease is not None:
-                job.leases.append(lease)
-                job.seq.block_table.extend(lease.blocks)
+                if lease is not None:
+                    job.leases.append(lease)
+                    job.seq.block_table.extend(lease.blocks)
+                    break
+                self._give_up_longest(result)
+
+    def _give_up_longest(self, result: DecodeResult) -> None:
+        victim = max(self._running, key=lambda job: len(job.seq.output))
+        self._running.remove(victim)
+        self._memory.release(victim.leases)
+        victim.leases = []
+        result.rows.append(TokenRow(victim.entry, len(victim.seq.output), (), _NO_RESOURCE))
+        result.over.append(victim)
 
     def fail_all(self) -> list[DecodeJob]:
-        """A step raised: give up everything in hand."""
-        jobs = [*self._running, *self._inbox]
-        self._running = []
-        self._inbox.clear()
-        return jobs
+        """The jobs in hand when a step raised; they have left the engine."""
+        return [self._failed.popleft() for _ in range(len(self._failed))]
+
+
+def _without_stopped(jobs: Iterable[DecodeJob], stopped: list[DecodeJob]) -> list[DecodeJob]:
+    """The jobs that run on; the others are appended to `stopped`. Looks once: the wish may come at any moment."""
+    running: list[DecodeJob] = []
+    for job in jobs:
+        (stopped if job.stopped else running).append(job)
+    return running

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kv.block import BlockManager, Lease, PoolEvent, checksum
+from kv.block import BlockManager, Lease, PoolError, PoolEvent, checksum
 from kv.layout import Layout
 from kv.region import Region
 from stages.engine.interface import Bytes, KVMemory
@@ -36,6 +36,7 @@ class EngineMemory:
         )
         self._manager = BlockManager(num_blocks)
         self._free_states = list(range(num_states))
+        self._taken_states: set[int] = set()
         self._lock = threading.Lock()
 
     @property
@@ -75,11 +76,18 @@ class EngineMemory:
     def take_state(self) -> int | None:
         """A state slot, or None."""
         with self._lock:
-            return self._free_states.pop() if self._free_states else None
+            if not self._free_states:
+                return None
+            slot = self._free_states.pop()
+            self._taken_states.add(slot)
+            return slot
 
     def give_state(self, slot: int) -> None:
-        """Return a state slot."""
+        """Return a state slot. Raises: PoolError when nobody has it."""
         with self._lock:
+            if slot not in self._taken_states:
+                raise PoolError(f"state slot {slot} is not taken")
+            self._taken_states.remove(slot)
             self._free_states.append(slot)
 
     def seal(self, block: int, key: bytes, digest: bytes, *, approximate: bool) -> None:
@@ -117,6 +125,11 @@ class EngineMemory:
         """Raises: PoolError when the pool contradicts itself."""
         with self._lock:
             self._manager.check()
+            free = set(self._free_states)
+            if len(free) != len(self._free_states) or free | self._taken_states != set(range(self.num_states)):
+                raise PoolError("a state slot is lost or free twice")
+            if free & self._taken_states:
+                raise PoolError("a state slot is free and taken")
 
     def block_descs(self, blocks: Sequence[int]) -> npt.NDArray[np.int64]:
         """[n, 2] (offset, length) of blocks in the region."""

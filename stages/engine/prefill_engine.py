@@ -16,14 +16,18 @@ from stages.engine.interface import BLOCK_TOKENS, Bytes, KVMemory, Runner, Seque
 CHUNK_TOKENS = 512
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PrefillJob:
-    """A prompt on its way. `checksums`: [blocks + 1] of blocks, then state, once it is done."""
+    """A prompt on its way. `checksums`: [blocks + 1] of blocks, then state, once it is done.
+
+    `cancelled` is a wish that the next step obeys; it may be set at any time, even before `submit`.
+    """
 
     seq: Sequence
     num_known_blocks: int  # leading blocks whose checksum the pool knows already
     computed_to: int = 0
     first_token: int = -1
+    cancelled: bool = False
     checksums: list[bytes] = field(default_factory=list)
 
     @property
@@ -33,7 +37,10 @@ class PrefillJob:
 
 
 class PrefillEngine:
-    """Runs prefill jobs. `submit` and `cancel` may be called from another thread than `step`."""
+    """Runs prefill jobs. Another thread than `step`'s may `submit`, `cancel` and call `fail_all`.
+
+    Every job that was submitted comes back exactly once: from `step`, or from `fail_all`.
+    """
 
     def __init__(
         self,
@@ -51,46 +58,82 @@ class PrefillEngine:
         self._memory = memory
         self._tokens_per_s = tokens_per_s
         self._chaos = chaos
+        self._jobs: dict[tuple[str, int], PrefillJob] = {}  # what `cancel` may name
+        self._inbox: deque[PrefillJob] = deque()  # from the other thread; the queue belongs to step's
         self._queue: deque[PrefillJob] = deque()
-        self._cancelled: set[tuple[str, int]] = set()
+        self._failed: deque[PrefillJob] = deque()  # to the other thread
 
     def submit(self, job: PrefillJob) -> None:
         """Queue a job."""
         job.computed_to = job.seq.plan.replay_from
-        self._queue.append(job)
+        self._jobs[job.key] = job
+        self._inbox.append(job)
 
     def cancel(self, key: tuple[str, int]) -> None:
-        """The job is dropped before its next chunk and comes back from `step` with no first token."""
-        self._cancelled.add(key)
+        """The job comes back from the next step with no first token, unless it is done by then; else no effect."""
+        job = self._jobs.get(key)
+        if job is not None:
+            job.cancelled = True
 
     def step(self) -> list[PrefillJob] | None:
-        """One chunk of the head; returns finished (or cancelled) jobs, None when idle."""
+        """One chunk of the head; returns finished or else cancelled jobs, None when idle."""
+        while self._inbox:
+            self._queue.append(self._inbox.popleft())
         if not self._queue:
-            self._cancelled.clear()
             return None
+        if cancelled := self._take_cancelled():
+            self.pace_s = 0.0
+            return cancelled
         job = self._queue[0]
-        if job.key in self._cancelled:
-            self._queue.popleft()
-            return [job]
+        try:
+            done = self._chunk(job)
+        except BaseException:
+            # here and not in fail_all: by then another step may have begun
+            self._failed.extend(self._queue)
+            self._queue.clear()
+            raise
+        if not done:
+            return []
+        self._leave(self._queue.popleft())
+        return [job]
+
+    def _take_cancelled(self) -> list[PrefillJob]:
+        """Jobs to drop, wherever they wait: what they hold is needed by others."""
+        cancelled: list[PrefillJob] = []
+        queue: deque[PrefillJob] = deque()
+        for job in self._queue:
+            (cancelled if job.cancelled else queue).append(job)
+        if cancelled:
+            self._queue = queue
+            for job in cancelled:
+                self._leave(job)
+        return cancelled
+
+    def _chunk(self, job: PrefillJob) -> bool:
+        """Compute up to the next checkpoint; True at the prompt's end."""
         start = job.computed_to
         end = min(start - start % BLOCK_TOKENS + CHUNK_TOKENS, job.seq.num_prompt_tokens)
         self.pace_s = (end - start) / self._tokens_per_s if self._tokens_per_s else 0.0
         token = self._runner.prefill(job.seq, start, end)
         job.computed_to = end
         if token is None:
-            return []
+            return False
         job.first_token = token
         job.checksums = self._checksums(job)
         if self._chaos is not None:
             self._chaos(job.seq)
-        self._queue.popleft()
-        return [job]
+        return True
+
+    def _leave(self, job: PrefillJob) -> None:
+        if self._jobs.get(job.key) is job:
+            del self._jobs[job.key]
 
     def fail_all(self) -> list[PrefillJob]:
-        """A step raised: give up everything that is queued, the head is what raised."""
-        jobs = list(self._queue)
-        self._queue.clear()
-        return jobs
+        """The jobs in hand when a step raised (the first is what raised); they have left the engine."""
+        failed = [self._failed.popleft() for _ in range(len(self._failed))]
+        for job in failed:
+            self._leave(job)
+        return failed
 
     def _checksums(self, job: PrefillJob) -> list[bytes]:
         blocks: list[Bytes] = [self._memory.blocks[block] for block in job.seq.block_table[job.num_known_blocks :]]

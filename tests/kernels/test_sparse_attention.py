@@ -3,9 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.compress import pool_pairs
-from kernels.engram_gate import engram_gate
-from kernels.moe_gate import moe_gate
 from kernels.sparse_attention import sparse_attention
 
 
@@ -53,26 +50,3 @@ def test_overlapping_windows_give_the_bits_of_separate_ones(count):
     part = slice(9, 9 + count)
     alone = sparse_attention(q[part], views[part].contiguous(), seen[part], sink, chosen[part].contiguous(), some[part])
     assert torch.equal(alone, full[part])
-
-
-def test_pairs_are_pooled_per_channel():
-    u, g = random(7, 2, 32), random(7, 2, 32, seed=28) * 20
-    assert torch.allclose(pool_pairs(u, g), (torch.softmax(g, 1) * u).sum(1), atol=1e-5)
-
-
-def test_the_gate_prefers_the_lowest_expert_among_equals_and_ignores_the_bias_in_weights():
-    a = torch.tensor([[1.0, 1.0, 1.0, 0.5], [0.0, 3.0, 0.0, 0.0]])
-    experts, weights = moe_gate(a, torch.tensor([0.0, 0.0, 0.0, 5.0]), 2, 1.5)
-    assert experts.tolist() == [[3, 0], [3, 1]]
-    scores = torch.nn.functional.softplus(a).sqrt().gather(1, experts)
-    assert torch.allclose(weights, 1.5 * scores / scores.sum(1, keepdim=True))
-    assert torch.equal(moe_gate(a[:1], torch.zeros(4), 2, 1.5)[0], torch.tensor([[0, 1]]))
-
-
-def test_the_engram_gate_follows_its_equation():
-    streams, keys, value, weight = random(5, 4, 32), random(5, 4, 32, seed=29), random(5, 32, seed=30), random(4, 32)
-    s, k = streams.double(), keys.double()
-    d = (s * k * weight).sum(-1) * s.square().mean(-1).rsqrt() * k.square().mean(-1).rsqrt() * 32**-0.5
-    gate = torch.sigmoid(d.sign() * d.abs().clamp_min(1e-6).sqrt())
-    want = s + gate.unsqueeze(-1) * value.double().unsqueeze(1)
-    assert torch.allclose(engram_gate(streams, keys, value, weight, 1e-20).double(), want, atol=1e-5)

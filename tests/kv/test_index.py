@@ -204,3 +204,8 @@ def test_rubbish_is_refused_and_loses_nothing():
     assert index.match(chain(1, 3)) == {"a": 3}
     with pytest.raises(ValueError, match="max_bytes must be at least 1, not 0"):
         PrefixIndex(0)
+
+
+def test_an_index_that_knows_nobody_matches_nothing():
+    index = PrefixIndex(1 << 20)
+    assert index.match(chain(1, 5)) == {}

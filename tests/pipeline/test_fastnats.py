@@ -189,13 +189,12 @@ async def test_flush_is_a_barrier_for_what_was_published(nats_url, fast):
     async with connected(nats_url, fast=fast) as one, connected(nats_url, fast=fast) as other:
         one.subscribe_sync("barrier", inbox)
         await one.flush()
-        for number in range(50):
-            other.publish_nowait("barrier", b"%d" % number)
-            await other.flush()  # at the broker now
-            await one.flush()  # and behind it in our own stream
-            if not fast:
-                await asyncio.sleep(0)  # its queue
-            await inbox.have(number + 1)
+        for number in range(20):
+            other.publish_nowait("barrier", b"x" * 900_000)
+            await other.flush()  # at the broker now, big as it is
+            await one.flush()  # and, in our own stream, behind it
+            for _ in range(3):
+                await asyncio.sleep(0)  # stock: the subscription's own task
             assert len(inbox) == number + 1
 
 
@@ -502,6 +501,19 @@ async def test_waiting_for_the_socket_ends_when_the_connection_is_lost(own_serve
 
 
 @on_both_loops
+async def test_closing_a_lost_connection_with_unsent_messages_raises_nothing(own_server, fast):
+    async with connected(own_server.url, fast=fast) as client:
+        pause(own_server)
+        for _ in range(200):
+            client.publish_nowait("unsent", b"x" * 50_000)
+            await asyncio.sleep(0)
+        client.publish_nowait("unsent", b"of this tick")
+        own_server.kill()
+        await until(lambda: not client.is_connected)
+    assert client.is_closed
+
+
+@on_both_loops
 async def test_a_flush_that_gave_up_does_not_deafen_the_client(own_server, fast):
     inbox = Inbox()
     async with connected(own_server.url, fast=fast) as client:
@@ -597,6 +609,7 @@ async def test_a_lame_duck_server_is_announced_and_can_be_left(own_server, fast)
         os.kill(own_server.pid, signal.SIGUSR2)
         async with asyncio.timeout(5):
             await told.wait()
+        own_server.kill()  # or it would take its time to leave
 
 
 @on_both_loops
@@ -663,4 +676,4 @@ async def test_a_websocket_url_is_refused_with_the_way_out(fast):
 async def test_a_server_that_is_not_there_is_a_named_error(fast):
     client = make_client(fast)
     with pytest.raises((nats.errors.NoServersError, OSError)):
-        await client.connect("nats://127.0.0.1:1", allow_reconnect=False, max_reconnect_attempts=1, error_cb=ignore)
+        await client.connect("nats://127.0.0.1:1", **{**FAST_RECONNECT, "max_reconnect_attempts": 1}, error_cb=ignore)

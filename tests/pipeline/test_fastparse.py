@@ -8,6 +8,7 @@ import pytest
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
+from pipeline.fastnats import _Wire
 from pipeline.fastparse import FastParser
 
 SYNC, STOCK, GONE = b"7", b"8", b"9"  # subscription ids: synchronous, served by nats-py, unsubscribed
@@ -223,3 +224,28 @@ async def test_the_parser_is_busy_exactly_while_it_awaits():
     await task
     assert not parser.busy
     assert [entry[2] for entry in recorder.seen] == ["v1.c", "v1.a"]
+
+
+async def test_bytes_that_arrive_while_an_operation_is_awaited_keep_their_place():
+    """The socket's side and the reading task's side of the parser, with pieces coming at every moment."""
+    rng = random.Random(22)
+    for _ in range(200):
+        recorder, reader = Recorder(), asyncio.StreamReader(limit=64)
+        parser, wire = FastParser(recorder), _Wire(reader)
+        wire.parser, parser.open = parser, True
+        reading = asyncio.ensure_future(read_as_nats_py_does(reader, wire, parser))
+        for piece in split(STREAM, *sorted(rng.sample(range(1, len(STREAM)), rng.randint(1, 12)))):
+            wire.data_received(piece)
+            for _ in range(rng.randint(0, 4)):
+                await asyncio.sleep(0)
+        wire.eof_received()
+        await reading
+        assert recorder.seen == DISPATCHED
+        assert wire.held_bytes == 0
+
+
+async def read_as_nats_py_does(reader, wire, parser):
+    while not reader.at_eof():
+        data = await reader.read(50)
+        wire.held_bytes -= len(data)
+        await parser.parse(data)

@@ -31,6 +31,7 @@ class Worker:
         self.stages = tuple(stages)
         self.process = process
         self.log_path = log_path
+        self._asked_to_stop = False
 
     @property
     def alive(self) -> bool:
@@ -40,6 +41,12 @@ class Worker:
         """Only ever to a process of our own that we have not reaped."""
         if self.alive:
             self.process.send_signal(signum)
+
+    def drain(self) -> None:
+        """Ask it to stop; once, for a second time means at once."""
+        if not self._asked_to_stop:
+            self._asked_to_stop = True
+            self.signal(signal.SIGTERM)
 
     def wait(self) -> int:
         """Its exit code."""
@@ -104,7 +111,7 @@ class Fleet:
 
     def end(self, worker: Worker) -> int:
         """Stop one worker in order; its exit code."""
-        worker.signal(signal.SIGTERM)
+        worker.drain()
         try:
             code = worker.wait()
         except subprocess.TimeoutExpired:
@@ -117,7 +124,7 @@ class Fleet:
         """End everything, owners first."""
         for tier in (("codec",), STAGES):
             for worker in [w for w in self.workers.values() if set(w.stages) & set(tier)]:
-                worker.signal(signal.SIGTERM)
+                worker.drain()
             for worker in [w for w in self.workers.values() if set(w.stages) & set(tier)]:
                 self.end(worker)
 

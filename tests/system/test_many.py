@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from pipeline.client import Client, Stream
 from tests.system.answers import Answer, ask, chat, connected, take, words
 from tests.system.fleet import GIVE_UP_S, STAGES, Fleet
+from tidemill.up import UpOptions, local_set
 
 NUM_REQUESTS = 200
 STEP_S = 0.004  # slow enough that a signal finds streams in their middle
@@ -96,6 +98,24 @@ async def test_sigterm_of_one_of_two_workers_loses_nothing(
         crowd = Crowd(client)
         reading = asyncio.create_task(crowd.read(bodies))
         await crowd.half_way.wait()
-        leaving.signal(signal.SIGTERM)
+        leaving.drain()
         assert_same(await reading, undisturbed)
     assert await asyncio.to_thread(fleet.end, leaving) == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_sigterm_of_the_only_worker_of_a_kind_loses_nothing_when_a_supervisor_restarts_it(
+    bodies: list[dict[str, Any]], undisturbed: list[Answer], stage: str, tmp_path: Path
+):
+    reports: list[str] = []
+    options = UpOptions(engine="stub", options={"stub_step_s": str(STEP_S)}, log_dir=tmp_path)
+    async with local_set(options, report=reports.append) as running:
+        await running.wait_ready(reports.append)
+        async with connected(running.nats[0]) as client:
+            crowd, latecomers = Crowd(client), Crowd(client)
+            reading = asyncio.create_task(crowd.read(bodies[:150]))
+            await crowd.half_way.wait()
+            running.workers.children[f"{stage}-0"].send(signal.SIGTERM)
+            rest = await latecomers.read(bodies[150:])
+            assert_same(await reading + rest, undisturbed)
+    assert running.workers.children[f"{stage}-0"].num_starts == 2, reports

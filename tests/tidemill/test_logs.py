@@ -53,6 +53,23 @@ def test_an_exception_is_one_json_line_too(capsys: pytest.CaptureFixture[str]):
     assert "rid-7" in lines[0]
 
 
+@pytest.mark.parametrize("json_lines", [False, True])
+def test_no_log_line_shows_local_variables_for_they_hold_prompts(capsys: pytest.CaptureFixture[str], json_lines: bool):
+    configure("info", json=json_lines)
+
+    def parse(prompt: str) -> int:
+        return int(prompt)
+
+    try:
+        parse("".join(("sec", "ret")))
+    except ValueError:
+        structlog.get_logger().exception("a bug")
+    written = capsys.readouterr().err
+    assert "parse" in written
+    assert "prompt = " not in written
+    assert '"locals"' not in written
+
+
 def test_an_unknown_level_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="'loud' is none of debug, info, warning, error"):
         configure("loud")

@@ -106,13 +106,14 @@ class KVBytes:
         return torch.cat([values.new_zeros(1, self.config.head_dim), values])
 
     def chosen_rows(self, source: int, tables: list[Ints], index: Ints) -> Tensor:
-        """Main rows by entry number, one sequence a row: index [B, k] -> [B, k, d] fp32; -1 gives a zero row."""
+        """Main rows by entry number, one sequence a row: index [B, k] -> [B, k, d] fp32.
+
+        -1 reads entry 0, which every decoding sequence has; the caller hides it.
+        """
         per_block = self.entries_per_block(source)
         entry = np.maximum(index, 0)
         blocks = np.stack([table[row // per_block] for table, row in zip(tables, entry, strict=True)])
-        values = unpack_main(torch.from_numpy(self.main[source][blocks, entry % per_block]))
-        unseen = torch.from_numpy(index < 0)
-        return values.masked_fill_(unseen.unsqueeze(-1), 0) if unseen.any() else values
+        return unpack_main(torch.from_numpy(self.main[source][blocks, entry % per_block]))
 
 
 def _view(memory: KVMemory, layout: Layout, name: str) -> Bytes:

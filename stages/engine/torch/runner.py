@@ -92,7 +92,13 @@ class TorchRunner:
 
     @torch.inference_mode()
     def decode_hidden(self, seqs: list[Sequence]) -> Tensor:
-        """The final hidden row of each sequence, [B, D]."""
+        """The final hidden row of each sequence, [B, D].
+
+        Raises:
+            SequenceError: nothing to decode from, or no room for the position in the context or the blocks.
+        """
+        for seq in seqs:
+            self._check_room(seq)
         tails = [_tail(seq) for seq in seqs]
         grams = [self._grams(tail, 1) for tail in tails]
         together = None if self._engram is None else np.concatenate([g for g in grams if g is not None])
@@ -112,6 +118,11 @@ class TorchRunner:
             raise SequenceError(f"cannot prefill [{start}, {end}) of {seq.num_prompt_tokens} tokens; limits {limits}")
         if (top := int(seq.ids[start:end].max())) >= self.card.vocab_size:
             raise SequenceError(f"token {top} is outside the vocabulary of {self.card.vocab_size}")
+
+    def _check_room(self, seq: Sequence) -> None:
+        room = min(self.card.max_context_tokens, len(seq.block_table) * self.card.layout.block_tokens)
+        if not seq.output or seq.num_tokens > room:
+            raise SequenceError(f"cannot decode {seq.rid}: {len(seq.output)} of {seq.num_tokens} tokens, room {room}")
 
     def _grams(self, ids: Ids, rows: int) -> Ids | None:
         if self._engram is None:

@@ -103,6 +103,24 @@ def test_uneven_chunks_around_the_cut_change_no_bit(tiny: Checkpoint):
     assert whole.kv_of(a) == parts.kv_of(b)
 
 
+def test_up_to_backtracking_rows_may_be_computed_again(tiny: Checkpoint):
+    """A ring holds that many rows beyond the window; a longer chunk overwrites what its first row saw."""
+    once, twice = Engine(tiny), Engine(tiny)
+    a, b = once.sequence(151), twice.sequence(151)
+    for start, end in pairwise([0, 1, 2, 5, 138, 150, 151]):
+        once.runner.prefill(a, start, end)
+        tokens = [twice.runner.prefill(b, start, end) for _ in range(2 if 0 < end - start <= 12 else 1)]
+        assert len(set(tokens)) == 1
+        assert once.kv_of(a) == twice.kv_of(b)
+    a.output, b.output = [9], [9]
+    for _ in range(4):
+        token = once.runner.decode([a])
+        assert twice.runner.decode([b]) == twice.runner.decode([b]) == token
+        assert once.kv_of(a) == twice.kv_of(b)
+        a.output += token
+        b.output += token
+
+
 @pytest.mark.parametrize("n", [700, 1025, 1111])
 @pytest.mark.parametrize("hit_blocks", [1, 3, 5, 8])
 def test_an_exact_hit_gives_every_bit_of_a_cold_run(tiny: Checkpoint, n, hit_blocks):
@@ -227,6 +245,14 @@ def test_greedy_decoding_ignores_the_seed(tiny: Checkpoint):
 def test_what_is_out_of_range_is_named(engine, start, end, change):
     with pytest.raises(SequenceError, match=r"cannot prefill|outside the vocabulary"):
         engine.runner.prefill(replace(engine.sequence(60), **change), start, end)
+
+
+@pytest.mark.parametrize("change", [{"output": []}, {"block_table": [3]}, {"num_prompt_tokens": 4096}])
+def test_a_step_without_room_or_input_is_refused(engine, change):
+    seq = engine.sequence(200)
+    engine.prefill(seq)
+    with pytest.raises(SequenceError, match=f"cannot decode {seq.rid}"):
+        engine.runner.decode([replace(seq, **change)])
 
 
 def test_an_empty_batch_is_nothing_to_do(engine):

@@ -1,40 +1,13 @@
-"""Index scores and the choice of entries."""
-
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kernels.index_scores import index_scores
-from kernels.quant_fp4 import fake_index
 from kernels.top_entries import candidate_mask, hide_invisible, top_entries
 
 
 def random(*shape: int, seed: int = 18) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("width", [32, 128])
-def test_scores_are_exact_sums_in_head_order(width):
-    q, w, k = fake_index(random(19, 16, width)), random(19, 16, seed=19), fake_index(random(701, width, seed=20))
-    scores = index_scores(q, w, k)
-    dots = torch.einsum("thd,nd->thn", q.double(), k.double()).float().clamp_min(0)
-    want = dots[:, 0] * w[:, 0, None]
-    for head in range(1, 16):
-        want += dots[:, head] * w[:, head, None]
-    assert torch.equal(scores, want) if width == 32 else torch.allclose(scores, want, atol=1e-4)
-
-
-@pytest.mark.parametrize("width", [32, 128])
-def test_scores_do_not_depend_on_company_or_context(width):
-    q, w, k = fake_index(random(150, 16, width)), random(150, 16, seed=19), fake_index(random(2000, width, seed=20))
-    full = index_scores(q, w, k)
-    for rows, entries in ((1, 2000), (3, 17), (16, 1), (150, 33)):
-        assert torch.equal(index_scores(q[5 : 5 + rows], w[5 : 5 + rows], k[:entries]), full[5 : 5 + rows, :entries])
-
-
-def test_no_entries_give_no_scores():
-    assert index_scores(random(3, 4, 32), random(3, 4), random(0, 32)).shape == (3, 0)
 
 
 def plain_choice(scores: torch.Tensor, visible: int, k: int) -> list[int]:
