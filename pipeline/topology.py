@@ -1,6 +1,6 @@
 """topics.yaml as typed objects: which stages run, which subjects join them, and every limit and timeout.
 
-Subjects are templates, `v1.in.{request_class}.{tenant}`: a parameter fills one whole token of
+Subjects are templates, `in.{request_class}.{tenant}` after the version: a parameter fills one whole token of
 [A-Za-z0-9_-]+, so no value can widen a subject or break out of the protocol line. Reading collects every
 fault before it complains; what the parts mean together is checked by `pipeline.lint`.
 Source: facts-bus 11.2 for the shape; the table itself is ours.

@@ -254,7 +254,7 @@ class Hammer(threading.Thread):
 
     def run(self) -> None:
         try:
-            for _ in range(10_000):
+            for _ in range(20_000):
                 if self.held and self.rng.random() < 0.5:
                     self.give()
                 else:
