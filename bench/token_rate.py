@@ -30,28 +30,8 @@ POLL_S = 0.01
 RAMP_REQUESTS, RAMP_PAUSE_S = 10, 0.02
 
 
-class _Row(msgspec.Struct, array_like=True, gc=False):
-    """An event in a batch; choice and number are nil in notes."""
-
-    tag: int
-    attempt: int
-    choice: int | None
-    number: int | None
-    end: str | None
-    event: bytes
-
-
-class _Stream:
-    """What the subscriber knows of one stream."""
-
-    __slots__ = ("credit_bytes", "end", "last", "next", "rid")
-
-    def __init__(self, rid: str) -> None:
-        self.rid = rid
-        self.next = 0  # number of the event that comes next
-        self.credit_bytes = -1  # left until the next Want; -1: none said yet
-        self.end = ""
-        self.last = b""
+# of a batch: tag, attempt, choice, number, end, event; choice and number are nil in notes
+_Row = tuple[int, int, int | None, int | None, str | None, bytes]
 
 
 class Subscriber:
@@ -61,26 +41,33 @@ class Subscriber:
         self._bus = bus
         self._inbox = f"_INBOX.{secrets.token_hex(8)}"
         self._decode = msgspec.msgpack.Decoder(list[_Row]).decode
-        self.streams: list[_Stream] = []
+        # by tag: what is known of each stream, in lists because a look-up costs half of an object's
+        self._rids: list[str] = []
+        self._next: list[int] = []  # number of the event that comes next
+        self._credit_bytes: list[int] = []  # left until the next Want; -1: none said yet
+        self.last: list[bytes] = []
+        self.ends: list[str] = []
         self.samples: list[bytes] = []
         self.num_events = 0
         self.num_bytes = 0
-        self.num_stored = 0
         self.num_begun = 0
-        self.num_ended = 0
         self.faults: list[str] = []
         bus.subscribe(f"{self._inbox}.batch", self._events)
         bus.subscribe(f"{self._inbox}.ack", self._stored)
 
+    @property
+    def num_ended(self) -> int:
+        """Streams that had their last event."""
+        return len(self.ends)
+
     def publish(self, max_tokens: int) -> None:
         """Send one request."""
-        stream = _Stream(secrets.token_hex(16))
-        headers = {
-            "Nats-Msg-Id": f"{TENANT}:{stream.rid}",
-            "Tm-Reply": f"{self._inbox}.batch",
-            "Tm-Batch": str(len(self.streams)),
-        }
-        self.streams.append(stream)
+        rid, tag = secrets.token_hex(16), len(self._rids)
+        headers = {"Nats-Msg-Id": f"{TENANT}:{rid}", "Tm-Reply": f"{self._inbox}.batch", "Tm-Batch": str(tag)}
+        self._rids.append(rid)
+        self._next.append(0)
+        self._credit_bytes.append(-1)
+        self.last.append(b"")
         subject = self._bus.topology.subject("intake", request_class="interactive", tenant=TENANT)
         self._bus.data.publish_nowait(subject, body(max_tokens), f"{self._inbox}.ack", format_headers(headers))
 
@@ -90,39 +77,40 @@ class Subscriber:
             raise RuntimeError(f"{len(self.faults)} faults, the first: {self.faults[0]}")
 
     def _stored(self, _subject: str, _reply: str, payload: bytes, _headers: bytes | None) -> None:
-        self.num_stored += 1
         if b'"error"' in payload or not payload:
             self.faults.append(f"a request was not stored: {payload!r}")
 
     def _events(self, _subject: str, want: str, payload: bytes, _headers: bytes | None) -> None:
-        streams, counted, event = self.streams, 0, b""
-        for row in self._decode(payload):
-            if row.number is None:
+        following, last, credit_bytes, counted = self._next, self.last, self._credit_bytes, 0
+        for tag, _attempt, _choice, number, end, event in self._decode(payload):
+            if number is None:
                 continue  # accepted, progress
-            stream, event = streams[row.tag], row.event
-            if row.number != stream.next:
-                self.faults.append(f"stream {row.tag}: event {row.number} came in the place of {stream.next}")
+            if number != following[tag]:
+                self.faults.append(f"stream {tag}: event {number} came in the place of {following[tag]}")
                 continue
-            stream.next = row.number + 1
-            stream.last = event
-            stream.credit_bytes -= len(event)
+            following[tag] = number + 1
+            last[tag] = event
+            credit_bytes[tag] = left = credit_bytes[tag] - len(event)
             counted += 1
-            if row.end or stream.credit_bytes < 0:
-                self._want(stream, row, want)
+            if end or left < 0:
+                self._want(tag, end or "", want)
         self.num_events += counted
         self.num_bytes += len(payload)
-        if event and self.num_events // SAMPLE_EVERY > len(self.samples):
+        if counted and self.num_events // SAMPLE_EVERY > len(self.samples):
             self.samples.append(event)
 
-    def _want(self, stream: _Stream, row: _Row, subject: str) -> None:
+    def _want(self, tag: int, end: str, subject: str) -> None:
         """Acknowledge and give credit: at the first event, after half of the credit, and at the end."""
-        if not row.number:
-            self.num_begun += 1
-        if row.end:
-            stream.end = row.end
-            self.num_ended += 1
-        stream.credit_bytes = WINDOW_BYTES // 2
-        want = {"rid": stream.rid, "next": stream.next, "window_bytes": WINDOW_BYTES, "reply": f"{self._inbox}.batch"}
+        self.num_begun += self._next[tag] == 1
+        if end:
+            self.ends.append(end)
+        self._credit_bytes[tag] = WINDOW_BYTES // 2
+        want = {
+            "rid": self._rids[tag],
+            "next": self._next[tag],
+            "window_bytes": WINDOW_BYTES,
+            "reply": f"{self._inbox}.batch",
+        }
         self._bus.publish(subject, msgspec.json.encode(want))
 
 
@@ -192,8 +180,7 @@ async def _steady(fleet: Fleet, subscriber: Subscriber, longest_s: float) -> Tok
 
 def _check_answers(subscriber: Subscriber) -> None:
     """All streams ended by their length, with each number once (or `check` would have said so), and events are JSON."""
-    ends = {stream.end for stream in subscriber.streams}
-    if ends != {"length"}:
-        raise RuntimeError(f"streams ended by {sorted(ends)}, not all by their length")
-    for event in (*subscriber.samples, *(stream.last for stream in subscriber.streams)):
+    if set(subscriber.ends) != {"length"}:
+        raise RuntimeError(f"streams ended by {sorted(set(subscriber.ends))}, not all by their length")
+    for event in (*subscriber.samples, *subscriber.last):
         json.loads(event)

@@ -61,7 +61,6 @@ async def put(bus: Bus, tenant: str, rid: str, name: str, data: bytes) -> BlobRe
     """
     parts = split(data, bus.topology.limits.blob_part_bytes)
     gate = asyncio.Semaphore(_WINDOW)
-    refused: BaseExceptionGroup[TransientError] | None = None
 
     async def put_part(index: int, part: bytes) -> None:
         async with gate:
@@ -69,15 +68,11 @@ async def put(bus: Bus, tenant: str, rid: str, name: str, data: bytes) -> BlobRe
             if "error" in answer:
                 raise TransientError(f"BLOB refused part {index} of {name}: {answer['error'].get('description')}")
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for index, part in enumerate(parts):
-                group.create_task(put_part(index, part))
-    except* TransientError as errors:
-        refused = errors
-    if refused is not None:
-        # one of them is enough to know, and whoever retries looks for a TransientError
-        raise TransientError(str(refused.exceptions[0])) from refused
+    # no TaskGroup: it would need a task (pipeline/eager.py), and wrap what whoever retries looks for
+    parting = (put_part(index, part) for index, part in enumerate(parts))
+    for failure in await asyncio.gather(*parting, return_exceptions=True):
+        if failure is not None:
+            raise failure
     return BlobRef(name, len(parts), len(data), digest_of(data))
 
 
@@ -104,6 +99,8 @@ async def get(bus: Bus, tenant: str, rid: str, ref: BlobRef, max_bytes: int) -> 
 async def _get_part(bus: Bus, tenant: str, rid: str, ref: BlobRef, index: int) -> bytes:
     subject = _subject(bus, tenant, rid, ref.name, index)
     stream = bus.topology.topics["blob"].stream
+    if not bus.control.is_connected:
+        raise TransientError(f"blob part {index} of {ref.name} not read: not connected")
     try:
         answer = await bus.control.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", timeout=5.0)
     except Exception as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,14 @@ OnMessage = Callable[[str, str, bytes, bytes | None], None]
 MIN_PAYLOAD_BYTES = 262_144
 # nats-py alone would try for ever (max_reconnect_attempts=-1). Longer than a broker takes to restart. Source: ours
 CONNECT_TIMEOUT_S = 5.0
+
+
+_USER_INFO = re.compile(r"//[^/@]*@")
+
+
+def _without_secrets(urls: Sequence[str]) -> str:
+    """URLs as they may stand in a log: what comes before the @ is a password or a token."""
+    return ", ".join(_USER_INFO.sub("//", url) for url in urls)
 
 
 class Bus:
@@ -70,7 +79,7 @@ class Bus:
         except (nats.errors.Error, OSError, TimeoutError) as error:
             await bus.close()
             why = bus._last_error or repr(error)
-            raise SetupError(f"no NATS server answers at {', '.join(urls)}: {why}") from error
+            raise SetupError(f"no NATS server answers at {_without_secrets(urls)}: {why}") from error
         if bus.data.max_payload < MIN_PAYLOAD_BYTES:
             allowed = bus.data.max_payload
             await bus.close()
@@ -120,7 +129,12 @@ class Bus:
 
     def _reconnected(self) -> None:
         for call in self._on_reconnect:
-            call()
+            try:
+                call()
+            except Exception:
+                # the others must pull again and resume all the same (house rule 5)
+                log.exception("a reconnect callback failed")
+                count("reconnect_callbacks_failed")
 
     @property
     def max_inline_bytes(self) -> int:
@@ -162,6 +176,10 @@ class Bus:
 
         Raises: TransientError when nobody answers in time or the broker is away.
         """
+        if not self.control.is_connected:
+            # nats-py would keep the request and send it after the reconnect, when nobody waits for the answer
+            count("publish_disconnected")
+            raise TransientError(f"no answer on {subject}: not connected")
         try:
             answer = await self.control.request(subject, payload, timeout=timeout_s)
         except (nats.errors.Error, TimeoutError, OSError) as error:

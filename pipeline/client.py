@@ -356,14 +356,14 @@ class Client:
         stream.want_subject = ""
         self._bus.publish(self._bus.topology.subject("want_any"), self._want_body(stream, resend=True))
 
-    @staticmethod
-    def _want_body(stream: Stream, *, resend: bool) -> bytes:
+    def _want_body(self, stream: Stream, *, resend: bool) -> bytes:
         want = {
             "rid": stream.rid,
             "next": stream.following,
             "window_bytes": WINDOW_BYTES,
             "reply": stream.reply,
             "resend": resend,
+            "tag": stream.tag if self._batch else -1,
         }
         return msgspec.json.encode(want)
 

@@ -16,7 +16,7 @@ import orjson
 
 Publish = Callable[[str, bytes, str], bool]
 
-_RUNNING = struct.Struct(">BIBBH")  # n as uint32, nil, bin16
+_pack_running = struct.Struct(">BIBBH").pack  # n as uint32, nil, bin16
 _NIL, _UINT32, _BIN16_TAG, _BIN32_TAG = 0xC0, 0xCE, 0xC5, 0xC6
 _MAX_BIN16 = 0xFFFF
 
@@ -24,21 +24,24 @@ _MAX_BIN16 = 0xFFFF
 class Subscriber:
     """Where the events of some requests go. JSON form: every event is a message."""
 
+    gathers = False  # whether events are held back until `flush`
+
     def __init__(self, publish: Publish, reply: str, want: str) -> None:
         self._publish = publish
         self.reply = reply
         self.want = want
 
-    def prefix(self, tag: int, attempt: int, choice: int) -> bytes:
+    def prefix(self, tag: int, attempt: int, choice: int) -> bytes:  # noqa: ARG002 - the batch form needs it
         """What every event of a stream repeats."""
         return b',"a":%d,"c":%d' % (attempt, choice)
 
     def event(self, prefix: bytes, n: int, event: bytes, end: str = "") -> None:
         """A numbered event; `end` names how the choice ended, '' while it runs."""
-        ending = b',"end":"%b"' % end.encode() if end else b""
-        self._publish(self.reply, b'{"n":%d%b%b,"event":%b}' % (n, prefix, ending, event), self.want)
+        if end:
+            prefix = b'%b,"end":"%b"' % (prefix, end.encode())
+        self._publish(self.reply, b'{"n":%d%b,"event":%b}' % (n, prefix, event), self.want)
 
-    def note(self, tag: int, attempt: int, event: bytes) -> None:
+    def note(self, tag: int, attempt: int, event: bytes) -> None:  # noqa: ARG002 - the batch form needs it
         """Progress and acceptance: they carry no number."""
         self._publish(self.reply, b'{"a":%d,"event":%b}' % (attempt, event), self.want)
 
@@ -49,17 +52,20 @@ class Subscriber:
 class BatchSubscriber(Subscriber):
     """One message per flush with everything that the streams of one connection have to say."""
 
+    gathers = True
+
     def __init__(self, publish: Publish, reply: str, want: str, max_bytes: int) -> None:
         super().__init__(publish, reply, want)
-        self._parts: list[bytes] = []
-        self._num_events = 0
+        self._parts: list[bytes] = []  # three for each event
         self._num_bytes = 0
         self._max_bytes = max_bytes
 
     def prefix(self, tag: int, attempt: int, choice: int) -> bytes:
+        """See Subscriber; `tag` is the publisher's name for the request."""
         return struct.pack(">BBQBIBB", 0x96, 0xCF, tag, _UINT32, attempt, 0xCC, choice)
 
     def event(self, prefix: bytes, n: int, event: bytes, end: str = "") -> None:
+        """See Subscriber."""
         size = len(event)
         parts = self._parts
         parts.append(prefix)
@@ -68,27 +74,25 @@ class BatchSubscriber(Subscriber):
             ending = bytes((0xD9, len(name))) + name if end else b"\xc0"
             parts.append(struct.pack(">BI", _UINT32, n) + ending + struct.pack(">BI", _BIN32_TAG, size))
         else:
-            parts.append(_RUNNING.pack(_UINT32, n, _NIL, _BIN16_TAG, size))
+            parts.append(_pack_running(_UINT32, n, _NIL, _BIN16_TAG, size))
         parts.append(event)
-        self._num_events += 1
         self._num_bytes += size + 48
         if self._num_bytes > self._max_bytes:
             self.flush()
 
     def note(self, tag: int, attempt: int, event: bytes) -> None:
+        """See Subscriber."""
         head = struct.pack(">BBQBI", 0x96, 0xCF, tag, _UINT32, attempt)
         self._parts += (head + b"\xc0\xc0\xc0", struct.pack(">BI", _BIN32_TAG, len(event)), event)
-        self._num_events += 1
         self.flush()
 
     def flush(self) -> None:
         """Send what has gathered."""
-        if not self._num_events:
+        if not self._parts:
             return
-        head = struct.pack(">BI", 0xDD, self._num_events)
+        head = struct.pack(">BI", 0xDD, len(self._parts) // 3)
         self._publish(self.reply, head + b"".join(self._parts), self.want)
         self._parts.clear()
-        self._num_events = 0
         self._num_bytes = 0
 
 

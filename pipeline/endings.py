@@ -47,7 +47,7 @@ class Endings:
         choices = encoding.sampling.num_choices if encoding else 1
         for choice in range(choices):
             stream = Stream(request.rid, choice, partial(_parser, request, choice), request.subscriber)
-            stream.prefix = request.subscriber.prefix(request.head.tag, request.machine.attempt, choice)
+            stream.prefix = request.subscriber.prefix(request.tag, request.machine.attempt, choice)
             if request.head.timeline and choice == choices - 1:
                 stream.before_end = partial(self._timeline, request)
             if ending is not None:
@@ -107,7 +107,7 @@ class Endings:
         """Tell the subscriber which stage had the request when; sent just before the last event."""
         spans = timeline(request, self._worker)
         note = note_body("request_timeline", rid=request.rid, spans=[msgspec.structs.asdict(span) for span in spans])
-        request.subscriber.note(request.head.tag, request.machine.attempt, note)
+        request.subscriber.note(request.tag, request.machine.attempt, note)
 
 
 def timeline(request: Request, worker: str) -> list[Span]:

@@ -26,6 +26,9 @@ from pipeline.wire import decode_control, encode
 
 log = structlog.get_logger()
 
+# A stopping engine waits for owners that were heard this recently. Source: ours; twice silence and ping of a holder.
+GONE_S = 2.0
+
 
 class EngineHost:
     """Speaks on the bus for one engine stage."""
@@ -69,7 +72,7 @@ class EngineHost:
         await stop.wait()
         self.draining = True
         drained_by = time.monotonic() + self.limits.drain_s
-        while (self._stage.holds() or len(self.outbox)) and time.monotonic() < drained_by:  # noqa: ASYNC110 - no event
+        while self._in_hand() and time.monotonic() < drained_by:  # noqa: ASYNC110 - no event
             await asyncio.sleep(self.limits.ack_tokens_s)
         for held in self._stage.holds():
             failed = StageFailed(
@@ -79,6 +82,12 @@ class EngineHost:
         tick.cancel()
         await asyncio.gather(tick, return_exceptions=True)
         await self.bus.flush()
+
+    def _in_hand(self) -> bool:
+        """Whether somebody still needs this worker: tokens of a dead owner are for nobody."""
+        owners = {held.owner for held in self._stage.holds()} | self.outbox.owners
+        cut_off = not self.bus.control.is_connected  # then nobody can be heard
+        return any(cut_off or self.membership.silent_s(owner) < GONE_S for owner in owners)
 
     async def _ticks(self) -> None:
         while True:
@@ -104,6 +113,8 @@ class EngineHost:
         if not self._tombstones.take(env.rid, env.attempt):
             self.answer(event, self._stage.repeat(event))
             return
+        if env.attempt:
+            self._stage.cancel(env.rid, env.attempt - 1)  # the owner of an earlier attempt died and told nobody
         stopping = Answer(Outcome.BUSY, "the worker is stopping")
         answer = stopping if self.draining else self._submit(event)
         if answer.outcome not in (Outcome.ACCEPTED, Outcome.QUEUED):

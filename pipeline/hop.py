@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from pipeline import eager
 from pipeline.bus import Bus
 from pipeline.errors import RequestError, TransientError
 from pipeline.events import Accepted, Cancelled, Outcome, PrefixMatched, PromptEncoded, Span, StageFailed
@@ -75,10 +76,12 @@ class LookupHop:
             count("work_refused_dead")
             self._answer(event, Outcome.DEAD)
             return
-        self._answer(event, Outcome.ACCEPTED)
-        task = asyncio.get_running_loop().create_task(self._match(event, start_ns))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        # the engine first: the answer leaves in the same tick, and the request need not wait for it
+        task = eager.start(self._match(event, start_ns))
+        if task is not None:  # else the owner has been told already why it is not in hand
+            self._answer(event, Outcome.ACCEPTED)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _match(self, event: PromptEncoded, start_ns: int) -> None:
         env = event.env

@@ -15,6 +15,9 @@ from pipeline.metrics import count
 from pipeline.wire import AckKind, WireError, decode_acks, encode_frame
 
 _MAX_ROW_TOKENS = 255  # a row's count is one byte
+# A frame is closed beyond it, far below any broker's max_payload (1 MiB by default). Source: ours, 128 KiB of tokens
+_MAX_FRAME_TOKENS = 32_768
+_MAX_FRAME_ROWS = 8_192
 
 
 @dataclass(slots=True, eq=False)
@@ -57,12 +60,35 @@ class _Columns:
         self.finishes = bytearray()
         self.tokens = array("I")
 
-    def add(self, handle: int, position: int, tokens: Iterable[int], num: int, finish: int) -> None:
+    def add(self, handle: int, position: int, tokens: tuple[int, ...] | array[int], finish: int) -> None:
+        num = len(tokens)
+        if num > _MAX_ROW_TOKENS:
+            for at in range(0, num, _MAX_ROW_TOKENS):
+                part = tokens[at : at + _MAX_ROW_TOKENS]
+                self.add(handle, position + at, part, finish if at + len(part) == num else 0)
+            return
         self.handles.append(handle)
         self.positions.append(position)
         self.counts.append(num)
         self.finishes.append(finish)
         self.tokens.extend(tokens)
+
+    @property
+    def full(self) -> bool:
+        return len(self.tokens) > _MAX_FRAME_TOKENS or len(self.handles) > _MAX_FRAME_ROWS
+
+
+_Frames = dict[str, list[_Columns]]
+
+
+def _columns(frames: _Frames, owner: str) -> _Columns:
+    """The frame in the making for an owner: another one when that is full."""
+    of_owner = frames.get(owner)
+    if of_owner is None:
+        of_owner = frames[owner] = [_Columns()]
+    elif of_owner[-1].full:
+        of_owner.append(_Columns())
+    return of_owner[-1]
 
 
 class Outbox:
@@ -78,6 +104,11 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def owners(self) -> set[str]:
+        """Whose acknowledgement is waited for."""
+        return {entry.owner for entry in self._entries.values()}
+
     def open(self, handle: int, owner: str, rid: str, position: int, note: bytes = b"") -> Entry:
         """Tokens of this handle follow, the first at `position`."""
         entry = self._entries[owner, handle] = Entry(handle, owner, rid, position, note=note)
@@ -86,7 +117,7 @@ class Outbox:
     def push(self, rows: Iterable[TokenRow]) -> None:
         """Keep a step's rows and send them, one frame per owner."""
         self._step += 1
-        frames: dict[str, _Columns] = {}
+        frames: _Frames = {}
         now = time.monotonic()
         for row in rows:
             entry = row.entry
@@ -96,19 +127,17 @@ class Outbox:
             if row.finish:
                 entry.finish = row.finish
                 entry.finished_at = now
-            columns = frames.get(entry.owner)
-            if columns is None:
-                columns = frames[entry.owner] = _Columns()
-            columns.add(entry.handle, row.position, row.tokens, len(row.tokens), row.finish)
+            _columns(frames, entry.owner).add(entry.handle, row.position, row.tokens, row.finish)
         self._publish(frames)
 
-    def _publish(self, frames: dict[str, _Columns]) -> None:
+    def _publish(self, frames: _Frames) -> None:
         now_ns = time.time_ns()
-        for owner, c in frames.items():
-            frame = encode_frame(
-                self._epoch, self._step, now_ns, c.handles, c.positions, c.counts, c.finishes, c.tokens
-            )
-            self._send(owner, frame)
+        for owner, of_owner in frames.items():
+            for c in of_owner:
+                frame = encode_frame(
+                    self._epoch, self._step, now_ns, c.handles, c.positions, c.counts, c.finishes, c.tokens
+                )
+                self._send(owner, frame)
 
     def forget(self, entry: Entry) -> None:
         """Drop what is kept of a handle."""
@@ -124,7 +153,7 @@ class Outbox:
             count("acks_malformed")
             return []
         unknown: list[Entry] = []
-        again: dict[str, _Columns] = {}
+        again: _Frames = {}
         for handle, position in zip(handles, positions, strict=True):
             entry = self._entries.get((owner, handle))
             if entry is None:
@@ -136,7 +165,7 @@ class Outbox:
             self._trim(entry, position)
             if kind is AckKind.RESEND:
                 count("tokens_resent", len(entry.tokens))
-                self._add_all(again.setdefault(owner, _Columns()), entry)
+                _columns(again, owner).add(handle, entry.first, entry.tokens, entry.finish)
         self._publish(again)
         return unknown
 
@@ -144,21 +173,13 @@ class Outbox:
         known = min(max(position - entry.first, 0), len(entry.tokens))
         del entry.tokens[:known]
         entry.first += known
-        if entry.finish and not entry.tokens and position >= entry.first:
-            self.forget(entry)
-
-    @staticmethod
-    def _add_all(columns: _Columns, entry: Entry) -> None:
-        tokens = entry.tokens
-        for at in range(0, max(len(tokens), 1), _MAX_ROW_TOKENS):
-            part = tokens[at : at + _MAX_ROW_TOKENS]
-            last = at + _MAX_ROW_TOKENS >= len(tokens)
-            columns.add(entry.handle, entry.first + at, part, len(part), entry.finish if last else 0)
+        if entry.finish and position > entry.first + len(entry.tokens):
+            self.forget(entry)  # the end counts as one position more: it may have come without a token
 
     def repeat_ends(self, keep_s: float, after_s: float) -> None:
         """Send unacknowledged ends again; drop those older than `keep_s`."""
         now = time.monotonic()
-        again: dict[str, _Columns] = {}
+        again: _Frames = {}
         for entry in list(self._entries.values()):
             if not entry.finish or now - entry.finished_at < after_s:
                 continue
@@ -166,7 +187,7 @@ class Outbox:
                 count("tokens_never_acknowledged", len(entry.tokens))
                 self.forget(entry)
                 continue
-            self._add_all(again.setdefault(entry.owner, _Columns()), entry)
+            _columns(again, entry.owner).add(entry.handle, entry.first, entry.tokens, entry.finish)
             if entry.note:
                 self._note(entry.owner, entry.note)
         self._publish(again)

@@ -21,6 +21,7 @@ from typing import Any
 from pipeline.errors import ErrorCode
 from pipeline.events import Accepted, FinishReason, Found, KVTransferred, Outcome, PrefillNoted, StageFailed
 
+SUPERSEDED = "superseded"  # a cancel with this reason says that a higher attempt has begun
 MAX_DEATHS = 3  # design 2.7: in hand at a third worker death -> worker_lost
 ALL_ATTEMPTS = -1  # in a Cancel: whatever attempt a worker has in hand
 
@@ -115,6 +116,13 @@ class CancelAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class Superseded:
+    """Another owner has started an attempt above `dead_attempt`: whoever is at or below it owns nothing any more."""
+
+    dead_attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     """The subscriber has the last event, or publishing counts as delivery."""
 
@@ -129,6 +137,7 @@ Signal = (
     | TimedOut
     | HolderLost
     | CancelAsked
+    | Superseded
     | Delivered
     | Accepted
     | PrefillNoted
@@ -202,8 +211,7 @@ class Progress:
 class EndStream:
     """Publish the terminal event: a finish reason, or (`code` set) a named error.
 
-    The last of its list of actions: carrying it out may already bring `Delivered`. `message` set: the request
-    ends without what an engine would have said of it (its plan).
+    `message` set: the request ends without what an engine would have said of it (its plan).
     """
 
     reason: FinishReason | None = None
@@ -298,7 +306,10 @@ class Owner:
     holders: dict[str, Holder] = field(default_factory=dict)  # role -> who
 
     def on(self, signal: Signal) -> list[Action]:
-        """Take one signal; return what to do. Signals that a state does not know are ignored."""
+        """Take one signal; return what to do. Signals that a state does not know are ignored.
+
+        What may be answered while it is still being carried out (Encode, AskFence, EndStream) is last in its list.
+        """
         row = TABLE.get((self.state, type(signal)))
         if row is None:
             return []
@@ -322,7 +333,7 @@ class Owner:
         """A worker still works for an attempt that was given up."""
         if isinstance(signal, StageFailed) or (isinstance(signal, Accepted) and signal.outcome not in _IN_HAND):
             return []
-        return [Cancel(signal.worker, signal.attempt, "superseded")]
+        return [Cancel(signal.worker, signal.attempt, SUPERSEDED)]
 
     def _start(self, signal: Started) -> list[Action]:
         deadline: list[Action] = [Arm(Timer.DEADLINE, self.timeout_s), Arm(Timer.PROGRESS, self.limits.progress_s)]
@@ -335,6 +346,12 @@ class Owner:
     def _found(self, signal: Found) -> list[Action]:
         if signal.stage != "owner":
             return []  # a holder without its owner: the next attempt supersedes it
+        self.state = State.ENDED
+        return [Forget()]
+
+    def _other_owner(self, signal: Superseded) -> list[Action]:
+        if signal.dead_attempt < self.attempt:
+            return []  # our own word, or an older owner's
         self.state = State.ENDED
         return [Forget()]
 
@@ -352,7 +369,7 @@ class Owner:
             return [Restart(signal.attempt), *self._dispatch()]
         self.state = State.ENCODING
         # An owner before us is gone, and with it the knowledge of who holds the request: everyone is told.
-        return [Cancel("", signal.attempt - 1, "superseded"), Restart(signal.attempt), Encode()]
+        return [Cancel("", signal.attempt - 1, SUPERSEDED), Restart(signal.attempt), Encode()]
 
     def _encoded(self, _signal: Encoded) -> list[Action]:
         self.encoded = True
@@ -580,6 +597,7 @@ _ENDS = (State.ENDING,)
 
 TABLE: dict[tuple[State, type], Row] = {
     (State.NEW, Started): Row(Owner._start, (State.FINDING, State.ENCODING)),
+    **{(state, Superseded): Row(Owner._other_owner, (state, State.ENDED)) for state in (*_LIVE, State.ENDING)},
     (State.FINDING, Found): Row(Owner._found, (State.FINDING, State.ENDED)),
     (State.FENCING, Fenced): Row(Owner._fenced, (State.ENCODING, State.OFFERED, State.FENCING)),
     (State.ENCODING, Encoded): Row(Owner._encoded, (State.OFFERED,)),

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from pipeline import blob
+from pipeline import blob, eager
 from pipeline.admission import Admission
 from pipeline.bus import Bus
 from pipeline.delivery import note_body
@@ -40,6 +40,7 @@ from pipeline.liveness import HolderWatch
 from pipeline.membership import Membership
 from pipeline.metrics import count
 from pipeline.owner import (
+    SUPERSEDED,
     AckIntake,
     Action,
     Arm,
@@ -66,6 +67,7 @@ from pipeline.owner import (
     Signal,
     Started,
     State,
+    Superseded,
     TimedOut,
     Timer,
 )
@@ -81,6 +83,7 @@ log = structlog.get_logger()
 
 STAGE_TIMEOUT_S = 0.5  # lookup accepted, no engine spoke: ask again. Source: ours, 20 x the accept timeout
 MAX_TOMBSTONES = 100_000  # of requests never seen: whoever cancels what does not exist fills at most this
+_ASKING = (State.FINDING, State.FENCING)
 _TAKEN = (Outcome.ACCEPTED, Outcome.QUEUED)
 _BEFORE_ENGINE = frozenset(
     (State.NEW, State.FINDING, State.FENCING, State.ENCODING, State.OFFERED, State.WAITING, State.LOOKUP)
@@ -106,6 +109,7 @@ class Ownership:
         self.streams = StreamTable(self.worker, bus.tell, resend_after_s=self.limits.resend_after_s)
         self.streams.on_ended = self._stream_ended
         self.streams.on_contradiction = self._stream_contradicted
+        self.streams.on_failed = self._stream_failed
         self.streams.on_stopped = self._stream_stopped
         self.streams.on_more = lambda stream: _ignore(self._loop.call_soon(self.streams.pump, stream))
         self._subscribers = Subscribers(bus)
@@ -193,7 +197,7 @@ class Ownership:
         request.spans["intake"] = Span("intake", self.worker, request.delivery.time_ns, request.started_ns)
         self.requests[request.rid] = request
         count("requests_taken")
-        request.subscriber.note(request.head.tag, 0, note_body("request_accepted", rid=request.rid, owner=self.worker))
+        request.subscriber.note(request.tag, 0, note_body("request_accepted", rid=request.rid, owner=self.worker))
         actions = machine.on(Started(request.delivery.num_delivered))
         # what is over before it began costs nothing: its start is not carried out
         if self._cancelled.pop((request.head.tenant, request.rid), None) is not None:
@@ -230,7 +234,8 @@ class Ownership:
         self._spawn(self._fence(request))
 
     def _encode(self, request: Request, _action: Encode) -> None:
-        self._spawn(self._encoding(request))
+        short = not request.head.blob and len(request.body) <= self.bus.max_inline_bytes
+        self._spawn(self._encoding(request), at_once=short)
 
     def _dispatch(self, request: Request, action: Dispatch) -> None:
         if request.encoding is not None:
@@ -245,14 +250,14 @@ class Ownership:
         for stream in request.streams:
             if stream.handle:
                 self.streams.release(stream.handle)
-            prefix = stream.out.prefix(request.head.tag, action.attempt, stream.choice)
+            prefix = stream.out.prefix(request.tag, action.attempt, stream.choice)
             stream.begin_attempt(self.streams.issue(stream), prefix)
 
     def _progress(self, request: Request, action: Progress) -> None:
         if any(len(stream.tokens) for stream in request.streams):
             return  # tokens are progress enough
         note = note_body("request_progress", rid=request.rid, stage=action.stage)
-        request.subscriber.note(request.head.tag, request.machine.attempt, note)
+        request.subscriber.note(request.tag, request.machine.attempt, note)
 
     def _end(self, request: Request, action: EndStream) -> None:
         self._endings.end(request, action)
@@ -274,10 +279,11 @@ class Ownership:
         self.requests.pop(request.rid, None)
         self._top_up()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _spawn(self, work: Coroutine[Any, Any, None], *, at_once: bool = False) -> None:
+        task = eager.start(work) if at_once else self._loop.create_task(work)
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _fence(self, request: Request) -> None:
         while request.machine.state is State.FENCING:
@@ -353,14 +359,18 @@ class Ownership:
         match message:
             case Find():
                 self._answer_find(message)
-            case Cancelled() | HandoffEnded():
+            case Cancelled():
+                if message.reason == SUPERSEDED:
+                    self._signal(message.rid, Superseded(message.attempt))
+            case HandoffEnded():
                 pass  # for engines
             case _:
                 self._about_request(message)
 
     def _answer_find(self, message: Find) -> None:
         request = self.requests.get(message.rid)
-        if request is not None and message.asker != self.worker:
+        # who only asks himself has nothing: two that found each other would both forget the request
+        if request is not None and message.asker != self.worker and request.machine.state not in _ASKING:
             answer = Found(message.rid, self.worker, self.epoch, request.machine.attempt, "owner")
             self.bus.tell(self._control_subject(message.asker), encode(answer))
 
@@ -412,7 +422,7 @@ class Ownership:
 
     def _stream_ended(self, stream: Stream) -> None:
         request = self.requests.get(stream.rid)
-        if request is None or any(other.finish_at < 0 or other.at < other.finish_at for other in request.streams):
+        if request is None or not all(other.over for other in request.streams):
             return
         if request.machine.state is State.ENDING:
             self._check_delivered(request)
@@ -421,6 +431,13 @@ class Ownership:
 
     def _stream_contradicted(self, stream: Stream, why: str) -> None:
         self._signal(stream.rid, Refused(ErrorCode.STREAM_LOST, why))
+
+    def _stream_failed(self, stream: Stream, why: str) -> None:
+        """A bug in a parser: this request ends with what its subscriber has so far."""
+        request = self.requests.get(stream.rid)
+        if request is not None:
+            count("requests_failed_internal")
+            self.signal(request, Refused(ErrorCode.INTERNAL, why))
 
     def _stream_stopped(self, stream: Stream) -> None:
         """A stop string was found: the engine may stop this choice here."""
@@ -477,6 +494,7 @@ def owner_limits(bus: Bus) -> OwnerLimits:
         stage_timeout_s=STAGE_TIMEOUT_S,
         progress_s=limits.progress_s,
         max_attempts=limits.max_attempts,
+        end_grace_s=limits.end_grace_s,
     )
 
 

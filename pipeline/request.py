@@ -19,6 +19,7 @@ CLASSES = ("interactive", "batch")
 
 _RID = re.compile(r"[0-9a-f]{32}\Z")
 _SUBJECT = re.compile(r"[!-~]{1,255}\Z")
+_NUMBER = re.compile(r"[0-9.eE+-]{1,40}\Z")  # float() also takes blanks, underscores, words and other scripts' digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,8 @@ def check_reply(reply: str, tenant: str, out_prefix: str) -> str:
     Raises: RequestError(invalid_request).
     """
     allowed = reply.startswith(("_INBOX.", f"{out_prefix}{tenant}."))
-    if not _SUBJECT.match(reply) or "*" in reply or ">" in reply or ".." in reply or not allowed:
+    malformed = not _SUBJECT.match(reply) or any(what in reply for what in ("*", ">", "..")) or reply.endswith(".")
+    if malformed or not allowed:
         message = f"Tm-Reply must be a subject below _INBOX. or {out_prefix}{tenant}., not {reply[:80]!r}"
         raise RequestError(ErrorCode.INVALID_REQUEST, message, param="Tm-Reply")
     return reply
@@ -53,10 +55,9 @@ def _number(headers: dict[str, str], name: str, default: float) -> float:
     if text is None:
         return default
     try:
-        value = float(text)
+        return float(text if _NUMBER.match(text) else "")
     except ValueError as error:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"{name} is not a number: {text[:40]!r}", param=name) from error
-    return value
 
 
 def _tag(text: str | None) -> int:
@@ -120,6 +121,10 @@ class Request:
     wanted: tuple[int, ...] = ()
     dispatched_to: tuple[str, ...] = ()  # lookup workers that this dispatch has tried by name
     uses_blob: bool = False
+    tag: int = field(init=False)  # of the subscriber as it is now: another connection may take the stream up
+
+    def __post_init__(self) -> None:
+        self.tag = self.head.tag
 
     @property
     def rid(self) -> str:

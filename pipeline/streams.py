@@ -24,6 +24,7 @@ log = structlog.get_logger()
 
 _INDEX_BITS = 32
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
+_MAX_NUMBER = (1 << 32) - 1  # of an event: u32 in the batch form
 # Tokens re-derived in one go before the loop gets its turn: 1 us each, so 2 ms. Source: design 8 (stall < 5 ms).
 PUMP_TOKENS = 2_000
 
@@ -54,6 +55,7 @@ class Stream:
         "before_end",
         "choice",
         "cumulative",
+        "end_seen",
         "ending",
         "fed",
         "finish_at",
@@ -86,6 +88,7 @@ class Stream:
         self.tokens = array("I")
         self.at = 0  # next position expected of the present attempt
         self.acked = 0
+        self.end_seen = False  # the engine's own end of the present attempt is here
         self.ahead: dict[int, tuple[tuple[int, ...], int]] = {}  # rows that arrived before their turn
         self.gap_since = 0.0
         self.source = ""  # where acknowledgements go
@@ -108,6 +111,7 @@ class Stream:
         self.prefix = prefix
         self.at = 0
         self.acked = 0
+        self.end_seen = False
         self.source = ""
         self.ahead.clear()
 
@@ -131,6 +135,7 @@ class Stream:
             else:
                 known.append(token)
             self.at += 1
+        self.end_seen = self.end_seen or finish > 0
         if finish and self.finish_at < 0:
             if self.at < len(known):
                 raise ContradictionError(f"{len(known)} tokens are here, attempt ends after {self.at}")
@@ -207,6 +212,7 @@ class Stream:
 
     def want(self, following: int, window_bytes: int, out: Subscriber, prefix: bytes, again: bool) -> None:
         """The subscriber has every event below `following` and takes `window_bytes` more."""
+        following = min(following, _MAX_NUMBER)
         ahead_of_us = following > self.n and following != self.skip_below  # told by an owner before us
         if again or out is not self.out or ahead_of_us:
             self._rewind(following)
@@ -294,6 +300,7 @@ class StreamTable:
         slots, tokens, num_slots = self._slots, frame.tokens, len(self._slots)
         unknown = array("Q")
         outs: set[Subscriber] = set()
+        out: Subscriber | None = None
         at = 0
         for handle, position, num_tokens, finish in zip(
             frame.handles, frame.positions, frame.counts, frame.finishes, strict=True
@@ -316,7 +323,10 @@ class StreamTable:
                     self._pump(stream)
             else:
                 self._row(stream, position, tuple(tokens[at:end]), finish, now_s)
-            outs.add(stream.out)
+            if stream.out is not out:
+                out = stream.out
+                if out.gathers:
+                    outs.add(out)
             at = end
         for out in outs:
             out.flush()
@@ -387,16 +397,17 @@ class StreamTable:
         for stream in self._slots:
             if stream is None or not stream.source or (stream.finish_at >= 0 and stream.plan is None):
                 continue
+            position = stream.at + stream.end_seen
             if stream in self._gaps and now_s - stream.gap_since >= self._resend_after_s:
                 columns = missing.setdefault(stream.source, (array("Q"), array("I")))
                 count("streams_resend_asked")
-            elif stream.at != stream.acked:
+            elif position != stream.acked:
                 columns = have.setdefault(stream.source, (array("Q"), array("I")))
             else:
                 continue
-            stream.acked = stream.at
+            stream.acked = position
             columns[0].append(stream.handle)
-            columns[1].append(stream.at)
+            columns[1].append(position)
         parting, self._parting = self._parting, {}
         for source, handles in parting.items():
             self._publish(source, _forget(handles), self._owner)

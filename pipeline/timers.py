@@ -1,4 +1,8 @@
-"""Many cancellable timers on one event-loop timer. Re-arming is a heap push; stale entries are skipped."""
+"""Many cancellable timers on one event-loop timer. Re-arming is a heap push; stale entries are skipped.
+
+A request that is over leaves an entry until its deadline would have come, so the heap is cleared of stale entries
+when they are most of it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import asyncio
 import heapq
 from collections.abc import Callable, Hashable
 from typing import Any
+
+_MIN_CLEARED = 1_000  # fewer stale entries are not worth a pass. Source: ours
 
 
 class Timers:
@@ -25,6 +31,8 @@ class Timers:
         self._serial += 1
         self._armed[key, name] = self._serial
         at = self._loop.time() + delay_s
+        if len(self._heap) > 2 * len(self._armed) + _MIN_CLEARED:
+            self._clear_stale()
         heapq.heappush(self._heap, (at, self._serial, key, name))
         self._wake(at)
 
@@ -38,6 +46,11 @@ class Timers:
         self._heap.clear()
         if self._handle:
             self._handle.cancel()
+        self._wakes_at = float("inf")
+
+    def _clear_stale(self) -> None:
+        self._heap = [entry for entry in self._heap if self._armed.get(entry[2:]) == entry[1]]
+        heapq.heapify(self._heap)
 
     def _wake(self, at: float) -> None:
         if at >= self._wakes_at:
@@ -52,11 +65,16 @@ class Timers:
         self._handle = None
         # libuv's timers have millisecond grain: what is due within it fires now
         now = self._loop.time() + 0.001
-        while self._heap and self._heap[0][0] <= now:
-            _, serial, key, name = heapq.heappop(self._heap)
-            if self._armed.get((key, name)) == serial:
-                del self._armed[key, name]
-                self._fire(key, name)
+        try:
+            while self._heap and self._heap[0][0] <= now:
+                _, serial, key, name = heapq.heappop(self._heap)
+                if self._armed.get((key, name)) == serial:
+                    del self._armed[key, name]
+                    self._fire(key, name)
+        finally:
+            self._wake_for_next()  # a callback that raised must not silence the timers of others
+
+    def _wake_for_next(self) -> None:
         while self._heap and self._armed.get(self._heap[0][2:]) != self._heap[0][1]:
             heapq.heappop(self._heap)
         if self._heap:

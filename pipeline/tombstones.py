@@ -12,13 +12,17 @@ class Tombstones:
 
     def __init__(self, keep_s: float) -> None:
         self._keep_s = keep_s
+        # Both in the order of their last change, which is the order in which they are forgotten.
         self._dead: dict[str, tuple[int, float]] = {}  # rid -> (highest dead attempt, until)
         self._taken: dict[str, tuple[int, float]] = {}  # rid -> (attempt taken, until)
+
+    def __len__(self) -> int:
+        return len(self._dead) + len(self._taken)
 
     def bury(self, rid: str, attempt: int) -> None:
         """Attempts up to `attempt` are dead; -1 = all of them."""
         level = _CANCEL_ALL if attempt < 0 else attempt
-        known = self._dead.get(rid, (-1, 0.0))[0]
+        known = self._dead.pop(rid, (-1, 0.0))[0]
         self._dead[rid] = (max(level, known), time.monotonic() + self._keep_s)
 
     def is_dead(self, rid: str, attempt: int) -> bool:
@@ -32,6 +36,7 @@ class Tombstones:
         taken = self._taken.get(rid)
         if taken is not None and taken[0] >= attempt:
             return False
+        self._taken.pop(rid, None)
         self._taken[rid] = (attempt, time.monotonic() + self._keep_s)
         return True
 
@@ -44,5 +49,8 @@ class Tombstones:
         """Forget what is old."""
         now = time.monotonic()
         for table in (self._dead, self._taken):
-            for rid in [rid for rid, (_, until) in table.items() if until < now]:
+            while table:
+                rid = next(iter(table))
+                if table[rid][1] >= now:
+                    break
                 del table[rid]

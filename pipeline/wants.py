@@ -31,6 +31,7 @@ class WantMessage(msgspec.Struct):
     window_bytes: int = 1 << 20
     reply: str = ""
     resend: bool = False
+    tag: int = -1  # with a `reply` of its own: >= 0 asks for batches and names the stream in them
 
 
 class Wants:
@@ -82,7 +83,7 @@ class Wants:
             count("wants_malformed")
             return None
         numbers = [want.next] if isinstance(want.next, int) else want.next
-        if want.window_bytes <= 0 or any(number < 0 for number in numbers):
+        if want.window_bytes <= 0 or any(number < 0 for number in numbers) or want.tag >= 1 << 64:
             count("wants_malformed")
             return None
         return want
@@ -98,18 +99,20 @@ class Wants:
         for index, stream in enumerate(request.streams):
             following = numbers[index]
             stuck = index < len(before) and before[index] == following < stream.n
-            prefix = out.prefix(request.head.tag, request.machine.attempt, stream.choice)
+            prefix = out.prefix(request.tag, request.machine.attempt, stream.choice)
             stream.want(following, window_bytes, out, prefix, want.resend or stuck)
             self._streams.pump(stream)
         request.subscriber = out
         self._heard(request)
 
     def _out(self, request: Request, want: WantMessage) -> Subscriber | None:
-        if not want.reply or want.reply == request.subscriber.reply:
+        # one connection may take the same request up again, under another tag
+        if not want.reply or (want.reply == request.subscriber.reply and want.tag in (-1, request.tag)):
             return request.subscriber
         try:
             reply = self._subscribers.check(want.reply, request.head.tenant)
         except RequestError:
             count("wants_malformed")
             return None
-        return self._subscribers.get(reply, request.head.tag)
+        request.tag = want.tag
+        return self._subscribers.get(reply, want.tag)

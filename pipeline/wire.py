@@ -30,13 +30,16 @@ from enum import IntEnum
 
 import msgspec
 
-from pipeline.events import Control, PrefillFinished, PrefixMatched, PromptEncoded, Struct
+from pipeline.events import FINISH_CODES, Control, PrefillFinished, PrefixMatched, PromptEncoded, Struct
 
 FRAME_MAGIC = 0x7D31
 FRAME_VERSION = 1
 _HEAD = struct.Struct("<HBBIQQQ")
 _ACK = struct.Struct("<HBBI")
 ACK_MAGIC = 0x7D32
+
+# What a row may say about its end; anything else is another version's.
+_KNOWN_ENDS = bytes(range(len(FINISH_CODES) + 1))
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode
@@ -90,7 +93,7 @@ def encode_frame(
 def decode_frame(payload: bytes) -> Frame:
     """Bytes to columns.
 
-    Raises: WireError when the magic, version, or any length is wrong.
+    Raises: WireError when the magic, version, a finish code or any length is wrong.
     """
     if len(payload) < _HEAD.size:
         raise WireError(f"frame of {len(payload)} bytes is shorter than its header of {_HEAD.size}")
@@ -104,6 +107,9 @@ def decode_frame(payload: bytes) -> Frame:
     counts = payload[at_counts:at_finishes]
     if at_tokens + 4 * sum(counts) != len(payload):
         raise WireError(f"frame of {len(payload)} bytes, but its {num_rows} rows say {at_tokens + 4 * sum(counts)}")
+    finishes = payload[at_finishes : at_finishes + num_rows]
+    if unknown := finishes.translate(None, _KNOWN_ENDS):
+        raise WireError(f"unknown finish code {unknown[0]}")
     view = memoryview(payload)
     return Frame(
         epoch,
@@ -112,7 +118,7 @@ def decode_frame(payload: bytes) -> Frame:
         view[_HEAD.size : at_positions].cast("Q"),
         view[at_positions:at_counts].cast("I"),
         counts,
-        payload[at_finishes : at_finishes + num_rows],
+        finishes,
         view[at_tokens:].cast("I"),
     )
 
@@ -126,19 +132,20 @@ class AckKind(IntEnum):
 
 
 def encode_acks(kind: AckKind, handles: array[int], positions: array[int]) -> bytes:
-    """Columns: for each handle the next position that the owner lacks."""
+    """Columns: for each handle the next position that the owner lacks. The end counts as one position more."""
     return _ACK.pack(ACK_MAGIC, FRAME_VERSION, kind, len(handles)) + handles.tobytes() + positions.tobytes()
 
 
 def decode_acks(payload: bytes) -> tuple[AckKind, Sequence[int], Sequence[int]]:
     """-> (kind, handles, positions).
 
-    Raises: WireError on a wrong magic, kind or length.
+    Raises: WireError on a wrong magic, version, kind or length.
     """
     if len(payload) < _ACK.size:
         raise WireError("acknowledgement shorter than its header")
-    magic, _version, kind, num_rows = _ACK.unpack_from(payload)
-    if magic != ACK_MAGIC or kind > AckKind.FORGET or len(payload) != _ACK.size + 12 * num_rows:
+    magic, version, kind, num_rows = _ACK.unpack_from(payload)
+    known = magic == ACK_MAGIC and version == FRAME_VERSION and kind <= AckKind.FORGET
+    if not known or len(payload) != _ACK.size + 12 * num_rows:
         raise WireError(f"not an acknowledgement of {num_rows} rows: {len(payload)} bytes, magic {magic:#x}")
     view = memoryview(payload)
     split = _ACK.size + 8 * num_rows

@@ -14,6 +14,7 @@ import structlog
 
 from kv.handoff import PREFILL_ENDS, FailReason, PrefillAction, PrefillHandoff, PrefillInput, PrefillState
 from kv.transfer import to_wire
+from pipeline import eager
 from pipeline.engine_host import EngineHost
 from pipeline.events import (
     Envelope,
@@ -38,7 +39,7 @@ log = structlog.get_logger()
 
 STAGE = "transfer"
 _TRIES_OF_ONE = 2  # the same offer again to the same engine, before it counts as lost
-_TRIES_OF_SLOW = 40  # while its beacons are fresh: a second. Source: ours, twice the silence that makes a holder suspect
+_TRIES_OF_SLOW = 40  # while its beacons are fresh: a second. Source: ours, twice holder_silent_s
 _PAUSE_S = 0.02  # first pause when every decode engine is full; doubles to 0.5 s. Source: ours
 _MAX_PAUSE_S = 0.5
 
@@ -93,7 +94,7 @@ class Sender:
     def hand_over(self, handover: Handover, decode: str, card: ModelCard) -> Handover:
         """Begin; `on_end` is called once it is over, whatever happens."""
         self._open[handover.key] = handover
-        handover.task = asyncio.get_running_loop().create_task(self._run(handover, decode, card))
+        handover.task = eager.start(self._run(handover, decode, card))
         return handover
 
     def cancel(self, handover: Handover) -> None:

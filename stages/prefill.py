@@ -138,7 +138,7 @@ class Prefill:
             if taken.handover is not None:
                 self._sender.cancel(taken.handover)
             else:
-                self.engine.cancel(key)
+                taken.job.cancelled = True
                 self._stepper.wake()
             if taken.entry is not None:
                 self.host.outbox.forget(taken.entry)

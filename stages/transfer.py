@@ -21,6 +21,7 @@ from kv.links import LinkError, Links
 from kv.plan import KVPlan, PlanKind
 from kv.region import RegionReader, RevokedError
 from kv.transfer import INLINE_BYTES, ChecksumError, Offer, OfferError, TransferResult, transfer
+from pipeline import eager
 from pipeline.engine_host import EngineHost
 from pipeline.events import (
     Beacon,
@@ -177,12 +178,13 @@ class Transfer:
 
     def _heard(self, beacon: Beacon) -> None:
         if beacon.ticket is not None and self.links.attached(beacon.ticket) is None:
-            self._spawn(self._attach_early(beacon))
+            self._keep(asyncio.get_running_loop().create_task(self._attach_early(beacon)))
 
     async def _attach_early(self, beacon: Beacon) -> None:
         if beacon.ticket is None:
             return
         try:
+            await asyncio.sleep(0)  # attach needs a task (pipeline/eager.py)
             await self.links.attach(beacon.ticket)
         except LinkError as error:
             count("links_failed")
@@ -234,6 +236,7 @@ class Transfer:
         try:
             reader = self.links.attached(reading.event.offer.ticket)
             if reader is None:
+                await asyncio.sleep(0)  # attach needs a task (pipeline/eager.py)
                 reader = await self.links.attach(reading.event.offer.ticket)
             reading.result = await self._copy(reading, reader)
         except LinkError as error:
@@ -346,9 +349,14 @@ class Transfer:
         reading.slot = -1
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = eager.start(work)
+        if task is not None:
+            self._keep(task)
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
 
 
 _SAYS = {

@@ -12,7 +12,7 @@ import structlog
 import uvloop
 
 from pipeline.errors import SetupError
-from pipeline.topology import Topology
+from pipeline.topology import Topology, TopologyError
 from pipeline.worker import Worker
 from tidemill.engine_options import EngineOptions
 from tidemill.errors import ConfigError
@@ -36,6 +36,10 @@ def run_worker(
     names = check_stages(stages, topology)
     settings = EngineOptions.parse(options)
     worker = worker_id or f"{names[0]}-{secrets.token_hex(3)}"
+    try:
+        topology.subject("ping", worker=worker)
+    except TopologyError as error:
+        raise ConfigError(f"--id {worker!r} cannot be part of a subject: letters, digits, _ and - only") from error
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(names, nats, engine, worker, settings, topology))

@@ -8,6 +8,7 @@ time pass while messages are under way, kill a worker.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pipeline.errors import ErrorCode
 from pipeline.events import (
@@ -92,8 +93,8 @@ class World:
     machine: Owner
     now: float = 0.0
     timers: dict[Timer, float] = field(default_factory=dict)
-    net: list[tuple] = field(default_factory=list)  # (to, kind, …), oldest first
-    events: list[tuple] = field(default_factory=list)  # (at, serial, worker, what, …)
+    net: list[tuple[Any, ...]] = field(default_factory=list)  # (to, kind, …), oldest first
+    events: list[tuple[Any, ...]] = field(default_factory=list)  # (at, serial, worker, what, …)
     workers: dict[str, Worker] = field(default_factory=dict)
     serial: int = 0
     fence: int = 41
@@ -106,10 +107,10 @@ class World:
     refusing: frozenset[str] = frozenset()
     flawed: bool = False  # engines fail for good instead of for a while
     suffered: tuple[str, ...] = ()
-    seen: set[tuple] = field(default_factory=set)
+    seen: set[tuple[Any, ...]] = field(default_factory=set)
 
     @classmethod
-    def begin(cls, num_delivered: int = 1, **options) -> World:
+    def begin(cls, num_delivered: int = 1, **options: Any) -> World:
         names = (*LOOKUPS, *PREFILLS, *DECODES)
         world = cls(Owner(RID, LIMITS, TIMEOUT_S), workers={w: Worker(100 + i) for i, w in enumerate(names)}, **options)
         world.signal(Started(num_delivered))
@@ -122,7 +123,7 @@ class World:
         copy.workers = {n: Worker(w.epoch, w.died_at, w.buried, dict(w.jobs)) for n, w in self.workers.items()}
         return copy
 
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         m = self.machine
         return (
             (m.state, m.attempt, m.tries, m.pauses, m.deaths, m.encoded, tuple(sorted(m.waits_for))),
@@ -136,7 +137,7 @@ class World:
 
     # --- the machine, watched
 
-    def signal(self, signal) -> None:
+    def signal(self, signal: Any) -> None:
         machine, before, attempt = self.machine, self.machine.state, self.machine.attempt
         row = TABLE.get((before, type(signal)))
         held = {role: holder.worker for role, holder in machine.holders.items()}
@@ -151,14 +152,18 @@ class World:
         assert machine.attempt >= attempt
         assert machine.attempt == attempt or isinstance(signal, Fenced)
         self._check_cancels(signal, attempt, held, actions)
-        assert all(not isinstance(action, EndStream) for action in actions[:-1]), "the end is the last action"
+        answered_at_once = (Encode, AskFence, EndStream)
+        assert all(not isinstance(action, answered_at_once) for action in actions[:-1])
         for action in actions:
             self._carry_out(action)
         self.check()
 
-    def _check_cancels(self, signal, attempt, held, actions) -> None:
+    def _check_cancels(self, signal: Any, attempt: int, held: dict[str, str], actions: list[Any]) -> None:
         refused = isinstance(signal, Accepted) and signal.outcome is Outcome.REFUSED
-        if refused and held.get("decode" if signal.stage == "transfer" else signal.stage, signal.worker) != signal.worker:
+        if (
+            refused
+            and held.get("decode" if signal.stage == "transfer" else signal.stage, signal.worker) != signal.worker
+        ):
             assert actions == [], "another engine has it in hand"
         in_hand = isinstance(signal, PrefillNoted | KVTransferred) or (
             isinstance(signal, Accepted) and signal.outcome in IN_HAND
@@ -189,7 +194,7 @@ class World:
         elif state is not State.ENDING:
             assert {State.FENCING: "fence", State.ENCODING: "encode"}[state] in self.asked
 
-    def _carry_out(self, action) -> None:
+    def _carry_out(self, action: Any) -> None:  # noqa: C901, PLR0912 - one short case for each action
         assert not self.closed, f"{action} after the end"
         match action:
             case Arm():
@@ -229,10 +234,10 @@ class World:
 
     # --- the network and time
 
-    def send(self, to: str, kind: str, *content) -> None:
+    def send(self, to: str, kind: str, *content: Any) -> None:
         self.net.append((to, kind, *content))
 
-    def after(self, delay_s: float, worker: str, what: str, *content) -> None:
+    def after(self, delay_s: float, worker: str, what: str, *content: Any) -> None:
         self.serial += 1
         self.events.append((self.now + delay_s, self.serial, worker, what, *content))
 
@@ -243,7 +248,7 @@ class World:
         elif self.workers[to].died_at < 0:
             getattr(self, f"_{kind}")(to, self.workers[to], *content)
 
-    def _owner(self, kind: str, content) -> None:
+    def _owner(self, kind: str, content: Any) -> None:
         if kind == "tokens":
             worker, attempt = content
             if self.machine.state not in (State.ENDED, State.ENDING) and attempt == self.machine.attempt:
@@ -261,9 +266,9 @@ class World:
             self.ready_after -= 1
             self.signal(NotReady() if self.ready_after >= 0 else Encoded())
 
-    def _due(self) -> tuple:
+    def _due(self) -> tuple[Any, ...]:
         """The next thing that time brings."""
-        due = [(at, 0, "owner", timer) for timer, at in self.timers.items()]
+        due: list[tuple[Any, ...]] = [(at, 0, "owner", timer) for timer, at in self.timers.items()]
         due += [event for event in self.events if self.workers[event[2]].died_at < 0]
         holder = self.machine.holder()
         if holder is not None and self.workers[holder.worker].died_at >= 0:
@@ -289,9 +294,9 @@ class World:
         else:
             self.pass_time()
 
-    def faults(self) -> list[tuple]:
+    def faults(self) -> list[tuple[Any, ...]]:
         """Everything that can go wrong now."""
-        options: list[tuple] = [("kill", name) for name, worker in self.workers.items() if worker.died_at < 0]
+        options: list[tuple[Any, ...]] = [("kill", name) for name, worker in self.workers.items() if worker.died_at < 0]
         for index, message in enumerate(self.net):
             if index:
                 options.append(("overtake", index))
@@ -299,7 +304,7 @@ class World:
                 options += [("lose", index), ("double", index)]
         return [*options, ("delay", 0)] if self.net else options
 
-    def suffer(self, fault: tuple) -> None:
+    def suffer(self, fault: tuple[Any, ...]) -> None:
         what, which = fault
         named = self.net[which][2] if what == "lose" else which
         self.suffered += (f"{what} {type(named).__name__ if what in ('lose', 'hear') else named}",)
@@ -326,7 +331,9 @@ class World:
             self.send(other, "answer", stage, attempt, worker, outcome)
 
     def _fail(self, worker: str, stage: str, attempt: int) -> None:
-        failed = StageFailed(RID, attempt, stage, worker, self.workers[worker].epoch, ErrorCode.INTERNAL, "why", not self.flawed)
+        failed = StageFailed(
+            RID, attempt, stage, worker, self.workers[worker].epoch, ErrorCode.INTERNAL, "why", not self.flawed
+        )
         self.send("owner", "signal", failed)
 
     def _cancel(self, name: str, worker: Worker, attempt: int) -> None:

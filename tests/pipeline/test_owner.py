@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pipeline.errors import ErrorCode
@@ -34,6 +36,7 @@ from pipeline.owner import (
     Restart,
     Started,
     State,
+    Superseded,
     TimedOut,
     Timer,
 )
@@ -52,7 +55,7 @@ LIMITS = OwnerLimits(
 )
 
 
-def accepted(stage: str, worker: str, outcome: Outcome = Outcome.ACCEPTED, attempt: int = 0, **more) -> Accepted:
+def accepted(stage: str, worker: str, outcome: Outcome = Outcome.ACCEPTED, attempt: int = 0, **more: Any) -> Accepted:
     return Accepted(RID, attempt, stage, worker, 11, outcome, "codec-1", **more)
 
 
@@ -78,9 +81,13 @@ STEPS = {
 }
 
 
-def owner_in(state: State) -> Owner:
+def new_owner() -> Any:
+    return Owner(RID, LIMITS, 60.0)
+
+
+def owner_in(state: State) -> Any:
     """A machine that came to a state without any fault."""
-    machine = Owner(RID, LIMITS, 60.0)
+    machine = new_owner()
     for reached, signal in STEPS.items():
         machine.on(signal)
         assert machine.state is reached
@@ -89,12 +96,12 @@ def owner_in(state: State) -> Owner:
     raise AssertionError(state)
 
 
-def of_type(actions: list, wanted: type) -> list:
+def of_type(actions: list[Any], wanted: type) -> list[Any]:
     return [action for action in actions if isinstance(action, wanted)]
 
 
 def test_a_request_without_faults_takes_the_straight_way():
-    machine = Owner(RID, LIMITS, 60.0)
+    machine = new_owner()
     assert machine.on(Started(1)) == [Arm(Timer.DEADLINE, 60.0), Arm(Timer.PROGRESS, 5.5), Encode()]
     assert machine.on(Encoded()) == [Dispatch(named=False), Arm(Timer.ACCEPT, 0.025)]
     assert machine.on(STEPS[State.LOOKUP]) == [Disarm(Timer.ACCEPT), Disarm(Timer.RETRY), Arm(Timer.STAGE, 0.5)]
@@ -115,7 +122,7 @@ def test_a_second_start_changes_nothing(state):
 
 
 def test_a_second_delivery_asks_for_an_owner_first_and_then_supersedes_every_attempt_before():
-    machine = Owner(RID, LIMITS, 60.0)
+    machine = new_owner()
     assert machine.on(Started(2))[-2:] == [AskFind(), Arm(Timer.FIND, 0.04)]
     assert machine.on(Found(RID, "decode-3", 11, 8, "decode", 40)) == []  # a holder is no owner
     assert machine.on(TimedOut(Timer.FIND)) == [AskFence()]
@@ -124,7 +131,7 @@ def test_a_second_delivery_asks_for_an_owner_first_and_then_supersedes_every_att
 
 
 def test_a_living_owner_keeps_its_request():
-    machine = Owner(RID, LIMITS, 60.0)
+    machine = new_owner()
     machine.on(Started(3))
     assert machine.on(Found(RID, "codec-2", 11, 8, "owner")) == [Forget()]
     assert machine.state is State.ENDED
@@ -133,7 +140,7 @@ def test_a_living_owner_keeps_its_request():
 @pytest.mark.parametrize("signal", [TimedOut(Timer.DEADLINE), CancelAsked("gone")])
 @pytest.mark.parametrize("fencing", [False, True])
 def test_an_end_before_the_attempt_is_known_cancels_every_attempt(signal, fencing):
-    machine = Owner(RID, LIMITS, 60.0)
+    machine = new_owner()
     machine.on(Started(2))
     if fencing:
         machine.on(TimedOut(Timer.FIND))
@@ -177,7 +184,7 @@ def test_pauses_double_up_to_a_second_even_when_lookup_answers_in_between():
 
 
 def test_an_hour_of_pauses_is_no_overflow():
-    machine = Owner(RID, LIMITS, 3_600.0)
+    machine = new_owner()
     machine.on(Started(1))
     for _ in range(3_600):
         assert machine.on(NotReady())[-1].delay_s <= MAX_PAUSE_S
@@ -187,7 +194,14 @@ def test_an_hour_of_pauses_is_no_overflow():
 
 @pytest.mark.parametrize(
     ("wished_s", "waits_s"),
-    [(0.3, 0.3), (0.0, 0.05), (-1.0, 0.05), (1e9, MAX_RETRY_AFTER_S), (float("inf"), MAX_RETRY_AFTER_S), (float("nan"), 0.05)],
+    [
+        (0.3, 0.3),
+        (0.0, 0.05),
+        (-1.0, 0.05),
+        (1e9, MAX_RETRY_AFTER_S),
+        (float("inf"), MAX_RETRY_AFTER_S),
+        (float("nan"), 0.05),
+    ],
 )
 def test_a_wished_pause_is_kept_within_bounds(wished_s, waits_s):
     busy = accepted("prefill", "lookup-4", Outcome.BUSY, retry_after_s=wished_s)
@@ -197,7 +211,6 @@ def test_a_wished_pause_is_kept_within_bounds(wished_s, waits_s):
 def test_a_late_accept_ends_the_pause():
     machine = owner_in(State.LOOKUP)
     machine.on(accepted("prefill", "lookup-4", Outcome.BUSY))
-    assert machine.state is State.WAITING
     assert Disarm(Timer.RETRY) in machine.on(accepted("prefill", "prefill-2"))
     assert machine.state is State.PREFILL
 
@@ -230,6 +243,16 @@ def test_a_twin_is_cancelled_and_its_note_changes_nothing():
     assert machine.on(noted("prefill-7")) == twin
     assert machine.state is State.PREFILL
     assert owner_in(State.DECODE).on(transferred("decode-8")) == [Cancel("decode-8", 0, "twin")]
+
+
+def test_a_decode_engine_that_is_full_is_for_prefill_to_resolve():
+    machine = owner_in(State.LOOKUP)
+    assert machine.on(accepted("transfer", "decode-3", Outcome.BUSY)) == []
+    assert machine.state is State.LOOKUP
+
+
+def test_a_new_process_under_the_holders_id_is_its_twin():
+    assert owner_in(State.DECODE).on(transferred(epoch=12)) == [Cancel("decode-3", 0, "twin")]
 
 
 def test_a_late_note_of_the_holder_is_no_reason_to_go_on_to_transfer_for_a_twin():
@@ -376,3 +399,10 @@ def test_waiting_is_told_with_the_stage_that_was_busy():
     machine = owner_in(State.LOOKUP)
     machine.on(accepted("prefill", "lookup-4", Outcome.BUSY))
     assert machine.on(TimedOut(Timer.PROGRESS)) == [Progress("prefill"), Arm(Timer.PROGRESS, 5.5)]
+
+
+def test_an_owner_whose_attempt_another_has_overtaken_forgets_and_acknowledges_nothing():
+    machine = Owner(RID, LIMITS, 600.0, state=State.DECODE, attempt=7, encoded=True)
+    assert machine.on(Superseded(6)) == []  # its own word to everyone when it began
+    assert machine.on(Superseded(8)) == [Forget()]
+    assert machine.state is State.ENDED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,13 +28,14 @@ from pipeline.owner import (
     Signal,
     Started,
     State,
+    Superseded,
     TimedOut,
     Timer,
 )
 from tests.pipeline.owner_world import DECODES, LIMITS, LOOKUPS, PREFILLS, RID, TIMEOUT_S, World, run
 
 FAULTY_STEPS = 45  # a request without faults takes 18 steps; later ones only repeat what a retry does
-WORLDS = {
+WORLDS: dict[str, dict[str, Any]] = {
     "first delivery": {},
     "second delivery": {"num_delivered": 2},
     "codec not ready, engines full": {"ready_after": 2, "busy": 3},
@@ -45,9 +47,9 @@ OUTSIDERS = (
 )
 
 
-def explore(world: World, num_faults: int, meddling: tuple = ()) -> list[World]:
+def explore(world: World, num_faults: int, meddling: tuple[Signal, ...] = ()) -> list[World]:
     """The ends of every schedule with at most `num_faults` faults (equal states are followed once)."""
-    known: set[tuple] = set()
+    known: set[tuple[Any, ...]] = set()
     ends: list[World] = []
     stack = [(world.clone(), num_faults, 0)]
     while stack:
@@ -150,7 +152,7 @@ def test_any_number_of_faults_ends_in_time(options, schedule):
 PLAN = Plan(700, 512, 512, 384, 77)
 
 
-def machine_in(state: State, **facts) -> Owner:
+def machine_in(state: State, **facts: Any) -> Any:
     """A machine at attempt 7 whose holders are the first engines."""
     machine = Owner(RID, LIMITS, TIMEOUT_S, state=state, attempt=7, **{"tries": 1, "encoded": True, **facts})
     if state in (State.PREFILL, State.TRANSFER, State.DECODE):
@@ -164,10 +166,19 @@ def signals() -> list[Signal]:
     """Every kind of signal, from the holder, from a twin and from attempts before and after."""
     told: list[Signal] = [Started(1), Started(2), Encoded(), NotReady(), Delivered(), *OUTSIDERS]
     told += [TimedOut(timer) for timer in Timer]
+    told += [Superseded(6), Superseded(7)]
     told += [Fenced(6), Fenced(8), Found(RID, "codec-9", 1, 7, "owner"), Found(RID, DECODES[0], 1, 7, "decode", 3)]
-    told += [HolderLost(worker, epoch) for worker in (PREFILLS[0], DECODES[0], "stranger") for epoch in (1, 101, 102, 103)]
+    told += [
+        HolderLost(worker, epoch) for worker in (PREFILLS[0], DECODES[0], "stranger") for epoch in (1, 101, 102, 103)
+    ]
     for attempt in (6, 7, 8):
-        for worker, epoch in ((LOOKUPS[0], 100), (PREFILLS[0], 101), (PREFILLS[1], 104), (DECODES[0], 102), (DECODES[1], 105)):
+        for worker, epoch in (
+            (LOOKUPS[0], 100),
+            (PREFILLS[0], 101),
+            (PREFILLS[1], 104),
+            (DECODES[0], 102),
+            (DECODES[1], 105),
+        ):
             told.append(PrefillNoted(RID, attempt, PLAN, DECODES[0], (), worker, epoch))
             told.append(PrefillNoted(RID, attempt, PLAN, "", (), worker, epoch))
             told.append(KVTransferred(RID, attempt, worker, epoch, 4096, 6, 0, (), PLAN))
@@ -178,13 +189,19 @@ def signals() -> list[Signal]:
     return told
 
 
-def machines() -> list[Owner]:
-    variants = ({}, {"encoded": False}, {"attempts": LIMITS.max_attempts - 1}, {"deaths": 2}, {"tries": 3})
+def machines() -> list[Any]:
+    variants: tuple[dict[str, Any], ...] = (
+        {},
+        {"encoded": False},
+        {"attempts": LIMITS.max_attempts - 1},
+        {"deaths": 2},
+        {"tries": 3},
+    )
     return [machine_in(state, **variant) for state in State for variant in variants]
 
 
 def test_every_signal_in_every_state_does_what_the_table_says():
-    moves: set[tuple] = set()
+    moves: set[tuple[Any, ...]] = set()
     for machine in machines():
         for signal in signals():
             tried = replace(machine, holders={role: replace(holder) for role, holder in machine.holders.items()})

@@ -162,10 +162,12 @@ class Watch:
 
 
 @asynccontextmanager
-async def watching(url: str) -> AsyncIterator[Watch]:
-    """A connection that hears beacons for the time of the body."""
+async def watching(url: str, *names: str) -> AsyncIterator[Watch]:
+    """A connection that hears beacons for the time of the body, those of `names` already before it."""
     bus = await Bus.connect([url], "system-test", Topology.load(), single=True)
     try:
-        yield Watch(bus)
+        watch = Watch(bus)
+        await watch.until(lambda: set(names) <= set(watch.beacons))
+        yield watch
     finally:
         await bus.close()

@@ -45,7 +45,7 @@ async def test_a_flipped_byte_is_caught_by_its_checksum_and_the_answer_is_the_cl
     assert clean.complete
     async with (
         a_pair(front, "flip", prefill={"stub_flip_blocks": 1}, decode={}),
-        watching(front.url) as watch,
+        watching(front.url, "decode-flip", "prefill-flip") as watch,
         connected(front.url) as client,
     ):
         answer = await ask(client, PROMPT)
@@ -104,7 +104,7 @@ async def test_a_deadline_that_passes_in_mid_stream_names_decode(front: Fleet):
     async with (
         a_pair(front, "slow", prefill={}, decode={"stub_step_s": 0.05}),
         connected(front.url) as client,
-        watching(front.url) as watch,
+        watching(front.url, "decode-slow") as watch,
     ):
         late = await ask(client, chat("long story", max_tokens=1_000), timeout_s=1.0)
         assert late.end == late.error["code"] == "deadline_exceeded"

@@ -186,6 +186,24 @@ def test_bytes_beyond_the_valid_rows_do_not_matter(num_tokens: int):
     assert stub.decode(seq, 300) == source.decode(first, 300)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_decoding_never_reads_a_row_that_it_did_not_write(*, together: bool):
+    stub = Stub(num_blocks=200, num_states=60)
+    seqs = [stub.receive(*cold(num_tokens))[0] for num_tokens in (1, 127, 128, 129) for _ in range(10)]
+    for seq in seqs:
+        lease = stub.memory.allocate(1)
+        assert lease is not None
+        seq.block_table.extend(lease.blocks)
+        stub.memory.kv.blocks[
+            seq.block_table[-2], seq.num_prompt_tokens % BLOCK_TOKENS * 16 or LAYOUT.block_bytes :
+        ] = DIRT
+        stub.memory.kv.blocks[seq.block_table[-1]] = DIRT
+    for _ in range(TEXT):
+        for batch in [seqs] if together else [[seq] for seq in seqs]:
+            stub.step(batch)
+    assert all(seq.output == answer(prompt(seq.num_prompt_tokens), 1 + TEXT) for seq in seqs)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 256, 300])
 def test_a_handoff_by_copying_bytes_changes_nothing(num_tokens: int):
     source, first = cold(num_tokens)
