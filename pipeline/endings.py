@@ -65,6 +65,11 @@ class Endings:
         for stream in request.streams:
             stream.end(Ending(reason))
 
+    def settle(self, request: Request) -> None:
+        """The request is given up: an end that still waits for its plan goes out without one."""
+        if any(stream.terminal_n < 0 for stream in request.streams):
+            self.learn_plan(request, _nothing_computed(request))
+
     def learn_plan(self, request: Request, plan: Plan | None, *, final: bool = True) -> None:
         """The first plan heard counts: usage is the first attempt's. Ends that waited for it go out.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Callable
 
 import structlog
@@ -36,7 +37,8 @@ class Intake:
         self._consumer = consumer
         self._on_message = on_message
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{consumer.stream}.{consumer.name}"
-        self._inbox = f"_INBOX.{bus.worker}.pull.{consumer.name}"
+        # unguessable: a reply subject that a publisher may name must never be one of ours
+        self._inbox = f"_INBOX.{secrets.token_hex(16)}.pull"
         self._pulls: dict[str, int] = {}  # reply subject -> messages still to come
         self._serial = 0
         self._room = 0

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipeline.metrics import count
 from pipeline.wire import AckKind, WireError, decode_acks, encode_frame
@@ -38,9 +39,11 @@ class Entry:
     closed: bool = False  # nobody waits for it any more
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRow:
-    """Tokens of one entry from one step. `finish`: 0 or 1 + index into FINISH_CODES."""
+class TokenRow(NamedTuple):
+    """Tokens of one entry from one step. `finish`: 0 or 1 + index into FINISH_CODES.
+
+    A named tuple, because one is made for every token: 0.5 us against 1.3 us of a frozen dataclass.
+    """
 
     entry: Entry
     position: int

@@ -264,6 +264,7 @@ class Ownership:
         self._check_delivered(request)
 
     def _ack_intake(self, request: Request, _action: AckIntake) -> None:
+        self._endings.settle(request)
         self.bus.publish(request.delivery.ack, b"+ACK")
         if request.uses_blob:
             self._spawn(blob.purge(self.bus, request.head.tenant, request.rid))

@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 
 class Stepping(Protocol):
-    """What can be stepped. `pace_s`: seconds from one step's start to the next; only inline engines have one."""
+    """What can be stepped. `pace_s`: seconds that a step pretends to take; only inline engines have one."""
 
     inline: bool
     pace_s: float
@@ -70,10 +70,16 @@ class Stepper:
         if result is None:
             return
         pause_s = self._engine.pace_s
-        if not self._scheduled:
-            # before on_result, which may fail: the engine steps on
-            self._scheduled = True
-            self._loop.call_at(started + pause_s, self._tick)
+        self._scheduled = True
+        if pause_s > 0:
+            # what a real engine computed in that time is not there any sooner
+            self._loop.call_at(started + pause_s, self._deliver, result)
+        else:
+            self._deliver(result)
+
+    def _deliver(self, result: Any) -> None:
+        # before on_result, which may fail: the engine steps on
+        self._loop.call_soon(self._tick)
         self._on_result(result)
 
     def _step(self) -> Any | None:

@@ -50,7 +50,11 @@ class Worker:
         Raises: SetupError naming what is missing.
         """
         bus = await Bus.connect(urls, worker, topology, fast=os.environ.get("TIDEMILL_STOCK_NATS") != "1")
-        await jetstream.ensure(bus)
+        try:
+            await jetstream.ensure(bus)
+        except BaseException:
+            await bus.close()
+            raise
         return cls(bus, roles)
 
     def add(self, service: Service) -> None:

@@ -12,14 +12,14 @@ from kv.index import PrefixIndex
 from pipeline.bus import Bus
 from pipeline.errors import TransientError
 from pipeline.events import Beacon, IndexChanged, PrefixMatched, PromptEncoded
-from pipeline.membership import Membership
+from pipeline.membership import FORGET_S, Membership
 from pipeline.metrics import count
 from stages.assigned import Assigned
 from stages.balance import BLOCK_TOKENS, rank_prefill
 
 log = structlog.get_logger()
 
-INDEX_BYTES = 512 << 20  # bound of the prefix index. Source: ours; ~1.5 M keys
+Position = tuple[int, int]  # epoch, number of the last event
 
 
 class Lookup:
@@ -31,10 +31,7 @@ class Lookup:
         self._assigned = Assigned()
 
     async def handle(self, event: PromptEncoded) -> AsyncIterator[PrefixMatched]:
-        """Yield engines in order of preference.
-
-        Raises: TransientError when no fresh prefill engine serves the model.
-        """
+        """Yield engines in order of preference; none when no fresh one serves the model."""
         hits = self._index.match(event.block_keys)
         beacons = self._membership.fresh("prefill")
         ranked = rank_prefill(
@@ -51,8 +48,11 @@ class IndexFeed:
 
     def __init__(self, bus: Bus, membership: Membership, index: PrefixIndex) -> None:
         self._bus = bus
+        self._membership = membership
         self._index = index
         self._decode = msgspec.msgpack.Decoder(IndexChanged).decode
+        self._known: dict[str, Position] = {}  # how far the index is, by holder
+        self._behind: dict[str, Position] = {}  # what a beacon said when the index was not there yet
         self._syncs: dict[str, asyncio.Task[None]] = {}
         bus.subscribe(bus.topology.pattern("index"), self._changed, control=True)
         membership.on_change.append(self._heard)
@@ -60,22 +60,34 @@ class IndexFeed:
     def _changed(self, _subject: str, _reply: str, payload: bytes, _headers: bytes | None) -> None:
         try:
             change = self._decode(payload)
-        except msgspec.DecodeError:
+            apply = self._index.stored if change.stored else self._index.removed
+            apply(change.holder, change.epoch, change.seq, change.stored or change.removed)
+        except (msgspec.DecodeError, ValueError):
             count("index_events_malformed")
             return
-        if change.stored:
-            self._index.stored(change.holder, change.epoch, change.seq, change.stored)
-        else:
-            self._index.removed(change.holder, change.epoch, change.seq, change.removed)
-        self._sync_wanted()
-
-    def _heard(self, beacon: Beacon) -> None:
-        if "prefill" in beacon.roles and beacon.worker not in self._index.holders:
-            self._sync(beacon.worker)
-
-    def _sync_wanted(self) -> None:
+        self._known[change.holder] = max((change.epoch, change.seq), self._known.get(change.holder, (0, 0)))
         for holder in self._index.drain_wanted():
             self._sync(holder)
+
+    def _heard(self, beacon: Beacon) -> None:
+        """A beacon says how far its holder's events go: who is still behind the beacon before, has lost some."""
+        if "prefill" not in beacon.roles:
+            return
+        known = self._known.get(beacon.worker)
+        told = (beacon.epoch, beacon.index_seq)
+        if known is None or known < self._behind.get(beacon.worker, (0, 0)):
+            self._sync(beacon.worker)
+        if known is not None and known < told:
+            self._behind[beacon.worker] = told
+        else:
+            self._behind.pop(beacon.worker, None)
+        self._forget_lost()
+
+    def _forget_lost(self) -> None:
+        for holder in [holder for holder in self._index.holders if self._membership.silent_s(holder) > FORGET_S]:
+            self._index.forget(holder)
+            self._known.pop(holder, None)
+        self._index.sweep()
 
     def _sync(self, holder: str) -> None:
         if holder not in self._syncs:
@@ -87,8 +99,10 @@ class IndexFeed:
         subject = self._bus.topology.subject("index_sync", worker=holder)
         try:
             snapshot = self._decode(await self._bus.ask(subject, b"", 2.0))
-        except (TransientError, msgspec.DecodeError) as error:
+            self._index.snapshot(snapshot.holder, snapshot.epoch, snapshot.seq, snapshot.stored)
+        except (TransientError, msgspec.DecodeError, ValueError) as error:
+            # the next beacon asks again
             count("index_syncs_failed")
             log.debug("index not synchronised", holder=holder, error=str(error))
             return
-        self._index.snapshot(snapshot.holder, snapshot.epoch, snapshot.seq, snapshot.stored)
+        self._known[holder] = max((snapshot.epoch, snapshot.seq), self._known.get(holder, (0, 0)))

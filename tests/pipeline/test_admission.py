@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -50,9 +51,15 @@ class Gate:
         self.bus.publish(delivery.ack, b"+ACK")
 
     async def publish(
-        self, body: bytes = b"{}", *, request_class: str = "batch", tenant: str = "default", rid: str = "", **fields: str
+        self,
+        body: bytes = b"{}",
+        *,
+        request_class: str = "batch",
+        tenant: str = "default",
+        rid: str = "",
+        **fields: str,
     ) -> str:
-        """Store a request as a publisher would; a field None is left out."""
+        """Store a request as a publisher would; an empty header is left out."""
         rid = rid or new_rid()
         headers = {"Nats-Msg-Id": f"{tenant}:{rid}", "Tm-Reply": self.reader.reply}
         headers |= {name.replace("_", "-"): value for name, value in fields.items()}
@@ -70,7 +77,7 @@ class Gate:
     async def taken_off(self) -> None:
         """Wait until the queue is empty: nothing is delivered again."""
         async with asyncio.timeout(GIVE_UP_S):
-            while await self.stored():
+            while await self.stored():  # noqa: ASYNC110 - the broker has no event
                 await asyncio.sleep(0.002)
 
 
@@ -132,7 +139,7 @@ async def test_both_classes_are_pulled(nats_url: str):
     ids=str,
 )
 async def test_a_malformed_head_is_answered_with_a_named_error_and_taken_off(
-    nats_url: str, fields: dict[str, str], param: str
+    nats_url: str, fields: dict[str, Any], param: str
 ):
     async with gate_at(nats_url) as gate:
         malformed = Counted("requests_malformed")

@@ -156,7 +156,9 @@ async def test_without_a_broker_publishing_is_transient_and_leaves_nothing_open(
             await eventually(lambda: not client._bus.data.is_connected)
             with pytest.raises(TransientError, match="did not acknowledge"):
                 await client.publish(b"{}")
-            assert client._streams == client._tags == client._acks == {}
+            assert not client._streams
+            assert not client._tags
+            assert not client._acks
 
 
 async def test_without_the_stream_publishing_is_transient():
@@ -217,7 +219,8 @@ async def test_events_come_in_order_each_once_and_the_stream_ends(server: Embedd
         assert events[0].json() == {"type": "request_accepted"}
         assert [event.json() for event in events[1:]] == [{"token": number} for number in range(4)]
         assert (events[-1].end, stream.ended) == ("stop", True)
-        assert client._streams == client._tags == {}
+        assert not client._streams
+        assert not client._tags
         first, last = await owner.wanted(1), await owner.wanted(2)
         assert first == {
             "rid": stream.rid, "next": [0], "window_bytes": WINDOW_BYTES, "reply": stream.reply, "resend": False,

@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ class Hosted:
         self.stop = asyncio.Event()
         self.running = asyncio.ensure_future(self.host.run(self.stop))
 
-    def offer(self, *, by_owner: bool = False, **fields: object) -> Envelope:
+    def offer(self, *, by_owner: bool = False, **fields: Any) -> Envelope:
         env = envelope(self.owner.worker, **fields)
         sender = self.owner if by_owner else self.sender
         subject = self.bus.topology.subject("matched", worker=self.bus.worker)

@@ -100,7 +100,7 @@ def test_an_outcome_that_is_none_is_no_message():
 
 
 def test_finish_codes_are_the_closed_list_in_its_order():
-    assert FINISH_CODES == tuple(FinishReason)
+    assert tuple(FinishReason) == FINISH_CODES
     assert FINISH_CODES[:2] == ("stop", "length")  # numbers on the wire: never reordered
 
 

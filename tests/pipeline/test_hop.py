@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from pipeline.bus import Bus
 from pipeline.errors import ErrorCode, RequestError, TransientError
@@ -78,7 +79,7 @@ class Hopping:
         self.stop = asyncio.Event()
         self.running = asyncio.ensure_future(self.hop.run(self.stop))
 
-    def offer(self, *, named: bool = True, **fields: object) -> Envelope:
+    def offer(self, *, named: bool = True, **fields: Any) -> Envelope:
         env = envelope(self.owner.worker, **fields)
         topology = self.bus.topology
         subject = topology.named("encoded", self.bus.worker) if named else topology.subject("encoded")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from pipeline import jetstream
 from pipeline.bus import Bus
 from pipeline.errors import SetupError, TransientError
 from pipeline.jetstream import NS, Delivery, ensure, ensure_consumer, fence, parse_ack
@@ -174,7 +173,7 @@ async def test_a_refused_fence_is_transient_and_says_why(server: EmbeddedNats):
     async with joined(server.url) as bus:
         # one message of one byte fits nowhere into a stream of one byte
         await make_stream(bus, name="FENCE", subjects=["v1.fence"], max_bytes=1, discard="new")
-        with pytest.raises(TransientError, match="FENCE refused: .*maximum bytes"):
+        with pytest.raises(TransientError, match=r"FENCE refused: .*maximum bytes"):
             await fence(bus)
 
 
@@ -213,11 +212,11 @@ async def test_a_real_delivery_is_parsed(server: EmbeddedNats):
         await ensure(bus)
         ear = Ear(bus, f"{bus.worker}.in", control=False)
         ack = json.loads(await bus.ask(f"v1.in.batch.{new_worker('tenant')}", b"body"))
+        deliveries: list[Delivery] = []
         for number in (1, 2):
             bus.publish("$JS.API.CONSUMER.MSG.NEXT.INTAKE.codec_batch", b"1", f"{bus.worker}.in")
             await eventually(lambda: len(ear.payloads) == number, "the message")  # noqa: B023 - awaited in the loop
-            delivery = parse_ack(ear.replies[-1])
-            assert (delivery.num_delivered, delivery.stream_seq) == (number, ack["seq"])
-            bus.publish(delivery.ack, b"-NAK")
-        assert parse_ack(ear.replies[0]).time_ns == delivery.time_ns  # the time of storing, not of delivering
-        assert jetstream.NS == 1_000_000_000
+            deliveries.append(parse_ack(ear.replies[-1]))
+            bus.publish(deliveries[-1].ack, b"-NAK")
+        assert [(d.num_delivered, d.stream_seq) for d in deliveries] == [(1, ack["seq"]), (2, ack["seq"])]
+        assert deliveries[0].time_ns == deliveries[1].time_ns  # the time of storing, not of delivering

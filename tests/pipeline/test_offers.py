@@ -44,7 +44,7 @@ class Receiver:
         self.num_offers = 0
         self._bus = bus
         self._answer = answer
-        self.late: list[Callable[[], None]] = []
+        self.late: list[Callable[[], bool]] = []
         bus.subscribe(bus.topology.subject("matched", worker=self.name), self._offered)
 
     def _offered(self, _subject: str, _reply: str, payload: bytes, _headers: bytes | None) -> None:
@@ -54,7 +54,7 @@ class Receiver:
         message = encode(accepted(event.prompt.env, self.name, outcome))
         subject = self._bus.topology.subject("control", worker=event.sender)
         if self._answer is None:
-            self.late.append(lambda: self._bus.tell(subject, message) and None)
+            self.late.append(lambda: self._bus.tell(subject, message))
         else:
             self._bus.tell(subject, message)
 

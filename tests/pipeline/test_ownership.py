@@ -120,7 +120,7 @@ class World:
 
     async def taken_off(self) -> None:
         async with asyncio.timeout(GIVE_UP_S):
-            while await self.stored():
+            while await self.stored():  # noqa: ASYNC110 - the broker has no event
                 await asyncio.sleep(0.002)
 
     # --- the stages
@@ -282,7 +282,7 @@ async def test_large_ids_travel_by_reference_and_are_purged_at_the_end(server: E
         await world.serve()
         await eventually(lambda: reader.ends == ["length"])
         async with asyncio.timeout(GIVE_UP_S):
-            while (await world.bus.ask_json("$JS.API.STREAM.INFO.BLOB", {}))["state"]["messages"]:
+            while (await world.bus.ask_json("$JS.API.STREAM.INFO.BLOB", {}))["state"]["messages"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
 
 
@@ -348,7 +348,7 @@ async def test_rubbish_from_the_middle_is_counted_and_harms_nothing(server: Embe
 
 
 async def test_a_failure_that_another_attempt_may_mend_gets_one_with_new_handles(server: EmbeddedNats):
-    async with owning(server.url) as (owner, world):
+    async with owning(server.url) as (_owner, world):
         reader = await world.publish()
         first = (await world.prompt()).env
         world.to_decode(first)
@@ -649,7 +649,7 @@ async def test_progress_is_told_while_nothing_else_is(server: EmbeddedNats):
     async with owning(server.url, progress_s=0.01) as (_owner, world):
         reader = await world.publish()
         await eventually(lambda: reader.notes.count("request_progress") >= 2)
-        assert [m["event"]["stage"] for m in reader.messages if m["event"].get("type") == "request_progress"][0]
+        assert next(m["event"]["stage"] for m in reader.messages if m["event"].get("type") == "request_progress")
         env = (await world.prompt()).env
         world.to_decode(env)
         world.tokens(env, 0, 5)

@@ -43,9 +43,9 @@ def test_a_real_request_stage_has_its_shape(name: str):
     check(code_of(name), CodecStage if name == "codec" else RequestStage)
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["prefill", "transfer"])
 def test_a_real_engine_stage_has_its_shape(name: str):
-    """Transfer is a part of the decode process: decode speaks for it."""
+    """In a decode process it is transfer that takes work, for both."""
     check(code_of(name), EngineStage)
 
 

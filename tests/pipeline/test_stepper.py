@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -59,7 +60,12 @@ class Yard:
 async def test_results_come_in_order_on_the_loop(mill: Mill):
     yard = Yard(mill)
     heard_in: set[int] = set()
-    yard.stepper._on_result = lambda result: (yard.results.append(result), heard_in.add(threading.get_ident()))
+
+    def heard(result: int) -> None:
+        yard.results.append(result)
+        heard_in.add(threading.get_ident())
+
+    yard.stepper._on_result = heard
     yard.add(*range(100))
     await eventually(lambda: len(yard.results) == 100)
     assert yard.results == list(range(100))
@@ -175,14 +181,18 @@ async def test_a_paced_engine_starts_steps_no_sooner_than_its_pace():
     yard.add(*range(6))
     await eventually(lambda: len(yard.results) == 6)
     starts = yard.mill.started_at
-    gaps = [later - earlier for earlier, later in zip(starts, starts[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert min(gaps) > 0.018  # a timer may fire a grain early
     yard.stepper.close()
 
 
 async def test_the_loop_is_free_while_a_thread_computes():
     slow, leave = Mill(inline=False), threading.Event()
-    slow.during = lambda: leave.wait(10) and None
+
+    def during() -> None:
+        leave.wait(10)
+
+    slow.during = during
     waiting, quick = Yard(slow), Yard(Mill(inline=True))
     waiting.add(1)
     quick.add(*range(10))

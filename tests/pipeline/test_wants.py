@@ -1,4 +1,4 @@
-"""Want messages over a real bus to real streams: acknowledgement, credit, repair, resume, and everything that is none."""
+"""Want messages over a real bus to real streams: acknowledgement, credit, repair, resume, and what is none of it."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from pipeline.bus import Bus
 from pipeline.events import Beacon
@@ -64,7 +65,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self._log_dir = log_dir
 
-    def start(self, *stages: str, name: str = "", engine: str = "stub", **options: object) -> Worker:
+    def start(self, *stages: str, name: str = "", engine: str = "stub", **options: Any) -> Worker:
         """Start a worker; `ready` waits for it."""
         name = name or f"{stages[0]}-{len(self.workers)}"
         settings = [part for key, value in options.items() for part in ("--option", f"{key}={value}")]
@@ -78,12 +79,12 @@ class Fleet:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=die_with_parent(),
+                preexec_fn=die_with_parent(),  # noqa: PLW1509 - one prctl call, loaded beforehand
             )
         worker = self.workers[name] = Worker(name, stages, process, log_path)
         return worker
 
-    def start_all(self, *, engine: str = "stub", suffix: str = "0", **options: object) -> None:
+    def start_all(self, *, engine: str = "stub", suffix: str = "0", **options: Any) -> None:
         """One worker per stage, `codec-0` and so on; `options` go to each."""
         for stage in STAGES:
             self.start(stage, name=f"{stage}-{suffix}", engine=engine, **options)
@@ -92,7 +93,7 @@ class Fleet:
         return self.workers[name]
 
     @contextmanager
-    def running(self, *stages: str, name: str, **options: object) -> Iterator[Worker]:
+    def running(self, *stages: str, name: str, **options: Any) -> Iterator[Worker]:
         """A worker for the time of the body."""
         worker = self.start(*stages, name=name, **options)
         try:
@@ -136,12 +137,14 @@ class Watch:
         self.bus = bus
         self.membership = Membership(bus)
         self.counters: dict[str, dict[str, int]] = {}
+        self.num_beats = 0
         self._heard = asyncio.Event()
         self.membership.on_change.append(self._on_beacon)
 
     def _on_beacon(self, beacon: Beacon) -> None:
         if beacon.counters:
             self.counters[beacon.worker] = beacon.counters
+        self.num_beats += 1
         self._heard.set()
 
     @property

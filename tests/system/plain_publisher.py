@@ -1,5 +1,10 @@
-import asyncio, json, secrets, sys
+import asyncio
+import json
+import secrets
+import sys
+
 import nats
+
 
 async def follow(url, rid, body, number, stop_before):
     nc = await nats.connect(url)
@@ -25,11 +30,13 @@ async def follow(url, rid, body, number, stop_before):
     await nc.close()
     return number
 
+
 async def main(url):
     rid = secrets.token_hex(16)
     question = {"role": "user", "content": "How does a tide mill work?"}
     body = {"model": "deepseek-v4.1-flash", "messages": [question], "stream": True, "max_tokens": 32}
     number = await follow(url, rid, body, 0, stop_before=8)
     await follow(url, rid, None, number, stop_before=None)
+
 
 asyncio.run(main(sys.argv[1]))

@@ -89,7 +89,7 @@ async def test_a_shared_prefix_is_hit_and_changes_no_token(fleet: Fleet):
 
 async def test_no_tenant_hits_what_another_stored_and_each_hits_its_own(fleet: Fleet):
     body = chat(words(400, seed=2))
-    hits = {}
+    hits: dict[str, list[int]] = {}
     for tenant in ("ant", "bee", "ant", "bee"):
         async with connected(fleet.url, tenant) as client:
             hits.setdefault(tenant, []).append((await ask(client, body)).hit_tokens)

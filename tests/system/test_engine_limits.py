@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
@@ -22,10 +22,10 @@ def front(new_fleet: Fleet) -> Fleet:
     return new_fleet
 
 
-
-
 @asynccontextmanager
-async def a_pair(front: Fleet, name: str, *, prefill: dict[str, object], decode: dict[str, object]) -> AsyncIterator[None]:
+async def a_pair(
+    front: Fleet, name: str, *, prefill: Mapping[str, object], decode: Mapping[str, object]
+) -> AsyncIterator[None]:
     """A prefill and a decode worker with options of their own."""
     with (
         front.running("prefill", name=f"prefill-{name}", **prefill),

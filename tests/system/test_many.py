@@ -91,8 +91,8 @@ async def test_two_hundred_requests_over_a_batching_connection(
 async def test_sigterm_of_one_of_two_workers_loses_nothing(
     fleet: Fleet, bodies: list[dict[str, Any]], undisturbed: list[Answer], stage: str
 ):
-    paced = {"stub_step_s": STEP_S} if stage == "decode" else {}
-    leaving = fleet.start(stage, name=f"{stage}-leaving", **paced)
+    step_s = STEP_S if stage == "decode" else 0.0
+    leaving = fleet.start(stage, name=f"{stage}-leaving", stub_step_s=step_s)
     await fleet.ready()
     async with connected(fleet.url) as client:
         crowd = Crowd(client)

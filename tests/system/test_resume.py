@@ -126,9 +126,11 @@ class Reader:
 
 async def test_a_slow_reader_with_a_small_window_loses_nothing_and_delays_no_decode(paced: Fleet):
     body = chat("slowly now", max_tokens=300)
-    async with raw_connection(paced.url) as connection, watching(paced.url, "decode-0") as watch, connected(
-        paced.url
-    ) as client:
+    async with (
+        raw_connection(paced.url) as connection,
+        watching(paced.url, "decode-0") as watch,
+        connected(paced.url) as client,
+    ):
         whole = await ask(client, body)
         reader = Reader(connection, window_bytes=2_000)
         await reader.begin(body)
@@ -155,9 +157,11 @@ async def test_a_reader_that_never_says_want_is_served_at_most_once_and_whole(pa
 
 async def test_what_nobody_asked_for_is_ignored(paced: Fleet):
     """Rubbish on the public subjects is counted and changes nothing."""
-    async with raw_connection(paced.url) as connection, watching(paced.url, "codec-0") as watch, connected(
-        paced.url
-    ) as client:
+    async with (
+        raw_connection(paced.url) as connection,
+        watching(paced.url, "codec-0") as watch,
+        connected(paced.url) as client,
+    ):
         stream = await client.publish(chat("unimpressed", max_tokens=100))
         answer = await collect(stream, until=5)
         wants: list[bytes] = [

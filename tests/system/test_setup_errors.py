@@ -13,10 +13,10 @@ import nats
 import pytest
 
 from tests.system.fleet import GIVE_UP_S, ROOT, STAGES
+from tests.tidemill.process import wait_until
 from tidemill.errors import ConfigError
 from tidemill.nats_server import EmbeddedNats
 from tidemill.nats_setup import server_binary
-from tests.tidemill.process import wait_until
 
 
 def run_worker(stage: str, url: str, *more: str) -> tuple[int, str]:
@@ -36,7 +36,9 @@ def run_worker(stage: str, url: str, *more: str) -> tuple[int, str]:
 def plain_server(folder: Path, config: str) -> Iterator[str]:
     """A nats-server with a configuration that tidemill would never write."""
     (folder / "server.conf").write_text(f'listen: "127.0.0.1:-1"\nports_file_dir: "{folder}"\n{config}')
-    process = subprocess.Popen([str(server_binary()), "--config", str(folder / "server.conf")], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [str(server_binary()), "--config", str(folder / "server.conf")], stderr=subprocess.DEVNULL
+    )
 
     def ports() -> list[str]:
         return [path.read_text() for path in folder.glob("*.ports") if path.read_text().endswith("}")]
@@ -107,7 +109,6 @@ def test_no_broker_at_all_is_named_with_its_address():
 
 
 def test_a_stream_of_another_kind_under_our_name_is_named(tmp_path: Path, nats_url: str):
-
 
     async def occupy() -> None:
         connection = await nats.connect(nats_url)

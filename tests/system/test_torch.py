@@ -74,6 +74,7 @@ def answer_of_one_process(built: Built, codec: Codec, body: dict[str, Any]) -> A
         seed=prompt.sampling.seed or 0,
         sampling=sampling_of(prompt),
     )
+    token = None
     for start in range(0, n, CHUNK_TOKENS):
         token = built.runner.prefill(seq, start, min(start + CHUNK_TOKENS, n))
     assert token is not None

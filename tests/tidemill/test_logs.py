@@ -61,7 +61,7 @@ def test_no_log_line_shows_local_variables_for_they_hold_prompts(capsys: pytest.
         return int(prompt)
 
     try:
-        parse("".join(("sec", "ret")))
+        parse("secret")
     except ValueError:
         structlog.get_logger().exception("a bug")
     written = capsys.readouterr().err
