@@ -29,6 +29,7 @@ _event = b""
 class ConstantStream:
     """Implements TokenStream."""
 
+    can_stop = False
     stopped = False
 
     def feed(self, token: int) -> bytes:  # noqa: ARG002 -- that is the point

@@ -116,6 +116,7 @@ def _latency(fleet: Fleet, plan: Plan, codec: str, decode: str, say: Callable[[s
         "hops_p50_ms": 1e3 * best,
         "floor_p50_ms": 1e3 * floor,
         "hops_ratio": best / floor,
+        "hops_ratio_of_rounds": statistics.median(h.second_s / f for f, h in zip(floors, hops, strict=True)),
         "first_event_p50_ms": 1e3 * min(latency.first_s for latency in hops),
         "hops_16_tokens_p50_ms": 1e3 * min(latency.second_s for latency in longer),
         "causal_sizes_bytes": sizes,

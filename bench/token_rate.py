@@ -12,6 +12,8 @@ import json
 import secrets
 import statistics
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -147,7 +149,7 @@ async def token_rate(fleet: Fleet, load: Load) -> TokenRate:
     """
     bus = await Bus.connect([fleet.url], "subscriber", Topology.load(), single=True)
     subscriber = Subscriber(bus)
-    async with asyncio.timeout(load.timeout_s):
+    async with _told_how_far(load, subscriber):
         for number in range(load.num_streams):
             subscriber.publish(load.max_tokens)
             if number % RAMP_REQUESTS == 0:
@@ -162,6 +164,17 @@ async def token_rate(fleet: Fleet, load: Load) -> TokenRate:
     _check_answers(subscriber)
     await bus.close()
     return rate
+
+
+@asynccontextmanager
+async def _told_how_far(load: Load, subscriber: Subscriber) -> AsyncIterator[None]:
+    """A timeout that says what is missing."""
+    try:
+        async with asyncio.timeout(load.timeout_s):
+            yield
+    except TimeoutError as error:
+        message = f"of {load.num_streams} streams {subscriber.num_begun} began and {subscriber.num_ended} ended"
+        raise TimeoutError(f"{message} within {load.timeout_s:g} s, {subscriber.num_events} events came") from error
 
 
 async def _steady(fleet: Fleet, subscriber: Subscriber, longest_s: float) -> TokenRate:

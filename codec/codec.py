@@ -43,7 +43,9 @@ class Codec:
         chat = ChatRecipe(names)
         vocabulary = load_vocabulary()
         tokenizer = PromptTokenizer(vocabulary, SegmentCache(cache_bytes))
-        return cls(chat, tokenizer, OutputVocab(vocabulary), frozenset(names))
+        vocab = OutputVocab(vocabulary)
+        vocab.learn_all()
+        return cls(chat, tokenizer, vocab, frozenset(names))
 
     def encode_chat(self, body: bytes, max_context_tokens: int) -> EncodedPrompt:
         """The prompt of a Chat Completions body.

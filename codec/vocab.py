@@ -121,6 +121,11 @@ class OutputVocab:
             return piece.encode()
         return piece.translate(self._alphabet).encode("latin-1")
 
+    def learn_all(self) -> None:
+        """Enter every id now (0.13 s), so that no stream pays for being the first to use one (1.5 us)."""
+        for token_id in range(len(self.fragments)):
+            self.learn(token_id)
+
     def learn(self, token_id: int) -> None:
         """Enter the id into `fragments` if its text never depends on its neighbours."""
         if token_id in self.hidden_ids or self.fragments[token_id] is not None:

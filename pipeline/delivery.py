@@ -16,15 +16,18 @@ import orjson
 
 Publish = Callable[[str, bytes, str], bool]
 
-_pack_running = struct.Struct(">BIBBH").pack  # n as uint32, nil, bin16
-_NIL, _UINT32, _BIN16_TAG, _BIN32_TAG = 0xC0, 0xCE, 0xC5, 0xC6
-_MAX_BIN16 = 0xFFFF
+# The middle of a running event: pack_running(UINT32, n, NIL, BIN16, size of the event up to MAX_BIN16)
+pack_running = struct.Struct(">BIBBH").pack
+NIL, UINT32, BIN16 = 0xC0, 0xCE, 0xC5
+_BIN32 = 0xC6
+MAX_BIN16 = 0xFFFF
 
 
 class Subscriber:
     """Where the events of some requests go. JSON form: every event is a message."""
 
     gathers = False  # whether events are held back until `flush`
+    add: Callable[[bytes], None]  # of a gathering one: the next part; three make an event (see `event`)
 
     def __init__(self, publish: Publish, reply: str, want: str) -> None:
         self._publish = publish
@@ -56,44 +59,54 @@ class BatchSubscriber(Subscriber):
 
     def __init__(self, publish: Publish, reply: str, want: str, max_bytes: int) -> None:
         super().__init__(publish, reply, want)
-        self._parts: list[bytes] = []  # three for each event
-        self._num_bytes = 0
+        self._parts: list[bytes] = []  # three for each event: prefix, middle, the event itself
+        self.add = self._parts.append
         self._max_bytes = max_bytes
 
     def prefix(self, tag: int, attempt: int, choice: int) -> bytes:
         """See Subscriber; `tag` is the publisher's name for the request."""
-        return struct.pack(">BBQBIBB", 0x96, 0xCF, tag, _UINT32, attempt, 0xCC, choice)
+        return struct.pack(">BBQBIBB", 0x96, 0xCF, tag, UINT32, attempt, 0xCC, choice)
 
     def event(self, prefix: bytes, n: int, event: bytes, end: str = "") -> None:
         """See Subscriber."""
         size = len(event)
-        parts = self._parts
-        parts.append(prefix)
-        if end or size > _MAX_BIN16:
+        if end or size > MAX_BIN16:
             name = end.encode()
             ending = bytes((0xD9, len(name))) + name if end else b"\xc0"
-            parts.append(struct.pack(">BI", _UINT32, n) + ending + struct.pack(">BI", _BIN32_TAG, size))
+            middle = struct.pack(">BI", UINT32, n) + ending + struct.pack(">BI", _BIN32, size)
         else:
-            parts.append(_pack_running(_UINT32, n, _NIL, _BIN16_TAG, size))
-        parts.append(event)
-        self._num_bytes += size + 48
-        if self._num_bytes > self._max_bytes:
-            self.flush()
+            middle = pack_running(UINT32, n, NIL, BIN16, size)
+        self._parts += (prefix, middle, event)
 
     def note(self, tag: int, attempt: int, event: bytes) -> None:
         """See Subscriber."""
-        head = struct.pack(">BBQBI", 0x96, 0xCF, tag, _UINT32, attempt)
-        self._parts += (head + b"\xc0\xc0\xc0", struct.pack(">BI", _BIN32_TAG, len(event)), event)
+        head = struct.pack(">BBQBI", 0x96, 0xCF, tag, UINT32, attempt)
+        self._parts += (head + b"\xc0\xc0\xc0", struct.pack(">BI", _BIN32, len(event)), event)
         self.flush()
 
     def flush(self) -> None:
-        """Send what has gathered."""
+        """Send what has gathered, in messages of at most `max_bytes` (one event may be larger)."""
         if not self._parts:
             return
-        head = struct.pack(">BI", 0xDD, len(self._parts) // 3)
-        self._publish(self.reply, head + b"".join(self._parts), self.want)
+        batch = b"".join(self._parts)
+        if len(batch) <= self._max_bytes:
+            self._send(batch, len(self._parts) // 3)
+        else:
+            self._send_in_pieces()
         self._parts.clear()
-        self._num_bytes = 0
+
+    def _send(self, batch: bytes, num_events: int) -> None:
+        self._publish(self.reply, struct.pack(">BI", 0xDD, num_events) + batch, self.want)
+
+    def _send_in_pieces(self) -> None:
+        start = num_bytes = 0
+        for at in range(0, len(self._parts), 3):
+            event_bytes = sum(map(len, self._parts[at : at + 3]))
+            if num_bytes + event_bytes > self._max_bytes and at > start:
+                self._send(b"".join(self._parts[start:at]), (at - start) // 3)
+                start, num_bytes = at, 0
+            num_bytes += event_bytes
+        self._send(b"".join(self._parts[start:]), (len(self._parts) - start) // 3)
 
 
 def note_body(kind: str, **fields: object) -> bytes:

@@ -20,6 +20,7 @@ from pipeline.streams import Ending, Stream, StreamTable
 class NoTokens:
     """The parser of a request that ended before it had one: its only event is a failure, made elsewhere."""
 
+    can_stop = False
     stopped = False
 
     def feed(self, token: int) -> bytes | None:

@@ -111,6 +111,8 @@ class EngineStage(Protocol):
 class TokenStream(Protocol):
     """One choice's parser: a pure function of the tokens fed so far, so that it can be run again."""
 
+    can_stop: bool  # whether `feed` may ever set `stopped`
+
     @property
     def stopped(self) -> bool:
         """True once a stop string was found: nothing after the token just fed counts."""

@@ -39,6 +39,7 @@ class Stepper:
         self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
+        self._stepping = False  # inline: a step is under way
         self._closed = False
         self._work = threading.Event()
         self._thread: threading.Thread | None = None
@@ -52,7 +53,8 @@ class Stepper:
             self._work.set()
         elif not self._scheduled and not self._closed:
             self._scheduled = True
-            self._loop.call_soon(self._tick)
+            if not self._stepping:
+                self._loop.call_soon(self._tick)
 
     def close(self) -> None:
         """Stop stepping. A step under way is finished first."""
@@ -66,8 +68,12 @@ class Stepper:
             return
         started = self._loop.time()
         self._scheduled = False  # before the step: a wake from within it, or from on_failure, must count
+        self._stepping = True
         result = self._step()
+        self._stepping = False
         if result is None:
+            if self._scheduled:
+                self._loop.call_soon(self._tick)
             return
         pause_s = self._engine.pace_s
         self._scheduled = True

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from pipeline.delivery import Subscriber
+from pipeline.delivery import BIN16, MAX_BIN16, NIL, UINT32, Subscriber, pack_running
 from pipeline.events import FINISH_CODES, Plan
 from pipeline.metrics import count
 from pipeline.stage import TokenStream
@@ -27,6 +27,7 @@ _INDEX_MASK = (1 << _INDEX_BITS) - 1
 _MAX_NUMBER = (1 << 32) - 1  # of an event: u32 in the batch form
 # Tokens re-derived in one go before the loop gets its turn: 1 us each, so 2 ms. Source: design 8 (stall < 5 ms).
 PUMP_TOKENS = 2_000
+UNLIMITED_BYTES = 1 << 62
 
 
 def _nothing(*_: object) -> None:
@@ -51,6 +52,7 @@ class Stream:
     __slots__ = (
         "acked",
         "ahead",
+        "allowance_bytes",
         "at",
         "before_end",
         "choice",
@@ -58,6 +60,7 @@ class Stream:
         "end_seen",
         "ending",
         "fed",
+        "feed",
         "finish_at",
         "first_windowed",
         "gap_since",
@@ -67,6 +70,7 @@ class Stream:
         "open_parser",
         "out",
         "parser",
+        "plain",
         "plan",
         "prefix",
         "rid",
@@ -82,6 +86,7 @@ class Stream:
         self.choice = choice
         self.open_parser = open_parser
         self.parser = open_parser()
+        self.feed = self.parser.feed
         self.out = out
         self.prefix = b""
         self.handle = 0
@@ -104,6 +109,8 @@ class Stream:
         self.first_windowed = 0
         self.cumulative = array("Q")  # sent_bytes before event first_windowed + i
         self.before_end: Callable[[], None] = _nothing
+        self.plain = False  # see settle
+        self.allowance_bytes = UNLIMITED_BYTES
 
     def begin_attempt(self, handle: int, prefix: bytes) -> None:
         """Tokens of a new attempt come next, from position 0, under a new handle."""
@@ -114,11 +121,23 @@ class Stream:
         self.end_seen = False
         self.source = ""
         self.ahead.clear()
+        self.plain = False
 
     @property
     def over(self) -> bool:
         """Whether its end is known; every token up to there is then here, of whatever attempt."""
         return self.finish_at >= 0
+
+    def settle(self) -> None:
+        """Work out whether the next token in order can only cause its event: nothing ends, waits or is held back."""
+        self.allowance_bytes = self.limit_bytes if self.limit_bytes >= 0 else UNLIMITED_BYTES
+        self.plain = (
+            not self.ahead
+            and self.finish_at < 0
+            and self.n >= self.skip_below
+            and self.fed == self.at == len(self.tokens)
+            and not self.parser.can_stop
+        )
 
     def receive(self, position: int, tokens: tuple[int, ...], finish: int) -> None:
         """Take a row whose first position is not beyond `at`; what is known already is compared.
@@ -154,11 +173,13 @@ class Stream:
     def end(self, ending: Ending) -> None:
         """End here, whatever the engine still sends."""
         self.ending = ending
+        self.plain = False
         if self.finish_at < 0:
             self.finish_at = len(self.tokens)
 
     def give_up(self) -> None:
         """The parser failed: it is given no further token, and the events so far are all there will be."""
+        self.plain = False
         self.finish_at = self.fed
         self.ending = None
 
@@ -228,6 +249,7 @@ class Stream:
     def _rewind(self, following: int) -> None:
         """Derive the events again and publish those from `following` on."""
         self.parser = self.open_parser()
+        self.feed = self.parser.feed
         self.fed = 0
         self.n = 0
         self.terminal_n = -1
@@ -257,7 +279,6 @@ class StreamTable:
         self._free: list[int] = []
         self._gaps: set[Stream] = set()
         self._parting: dict[str, array[int]] = {}  # released handles that their engines may forget, by source
-        self.on_first_tokens: Callable[[Stream], None] = _nothing
         self.on_ended: Callable[[Stream], None] = _nothing
         self.on_contradiction: Callable[[Stream, str], None] = _nothing
         self.on_failed: Callable[[Stream, str], None] = self._unheard_failure
@@ -312,21 +333,16 @@ class StreamTable:
                 unknown.append(handle)
                 at = end
                 continue
-            stream.source = source
-            known = stream.tokens
-            if num_tokens == 1 and not finish and position == len(known) == stream.at and position:
-                known.append(tokens[at])
-                stream.at = position + 1
-                if stream.ahead:
-                    self._close_gap(stream)
-                else:
-                    self._pump(stream)
-            else:
-                self._row(stream, position, tuple(tokens[at:end]), finish, now_s)
             if stream.out is not out:
                 out = stream.out
                 if out.gathers:
                     outs.add(out)
+            stream.source = source
+            ordinary = num_tokens == 1 and not finish and position == stream.at
+            if ordinary and stream.plain and stream.sent_bytes < stream.allowance_bytes:
+                self._next(stream, tokens[at], out)
+            else:
+                self._row(stream, position, tuple(tokens[at:end]), finish, now_s)
             at = end
         for out in outs:
             out.flush()
@@ -334,23 +350,46 @@ class StreamTable:
             count("frames_unknown_handle", len(unknown))
             self._publish(source, _forget(unknown), self._owner)
 
+    def _next(self, stream: Stream, token: int, out: Subscriber) -> None:
+        """The common case, token after token of every running stream: what `receive` and `pump` would do, unrolled."""
+        stream.tokens.append(token)
+        stream.at += 1
+        stream.fed += 1
+        try:
+            event = stream.feed(token)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._parser_failed(stream, error)
+            return
+        if event is None:
+            return
+        n = stream.n
+        stream.n = n + 1
+        size = len(event)
+        if stream.limit_bytes >= 0:
+            stream.cumulative.append(stream.sent_bytes)
+        stream.sent_bytes += size
+        if out.gathers and size <= MAX_BIN16:
+            out.add(stream.prefix)
+            out.add(pack_running(UINT32, n, NIL, BIN16, size))
+            out.add(event)
+        else:
+            out.event(stream.prefix, n, event)
+
     def _row(self, stream: Stream, position: int, tokens: tuple[int, ...], finish: int, now_s: float) -> None:
         if position > stream.at:
             known = stream.ahead.get(position, ((), 0))
+            stream.plain = False
             stream.ahead[position] = max(known, (tokens, finish), key=lambda row: (len(row[0]), row[1]))
             if stream not in self._gaps:
                 stream.gap_since = now_s
                 self._gaps.add(stream)
             return
-        first = stream.at == 0
         try:
             stream.receive(position, tokens, finish)
         except ContradictionError as error:
             count("streams_contradicted")
             self.on_contradiction(stream, str(error))
             return
-        if first and stream.at:
-            self.on_first_tokens(stream)
         self._close_gap(stream)
 
     def _close_gap(self, stream: Stream) -> None:
@@ -368,12 +407,9 @@ class StreamTable:
         running = stream.finish_at < 0
         try:
             more = stream.pump()
-        except Exception as error:
-            # a bug in a parser fails this stream, never the others of the frame (house rule 5)
-            log.exception("parser failed", rid=stream.rid, choice=stream.choice)
-            count("streams_failed")
-            stream.give_up()
-            self.on_failed(stream, f"the parser failed: {type(error).__name__}")
+            stream.settle()
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._parser_failed(stream, error)
             return
         if stream.finish_at >= 0:
             if running and stream.parser.stopped:
@@ -381,6 +417,13 @@ class StreamTable:
             self.on_ended(stream)
         if more:
             self.on_more(stream)
+
+    def _parser_failed(self, stream: Stream, error: Exception) -> None:
+        """A bug in a parser fails this stream, never the others of the frame (house rule 5)."""
+        log.error("parser failed", rid=stream.rid, choice=stream.choice, exc_info=error)
+        count("streams_failed")
+        stream.give_up()
+        self.on_failed(stream, f"the parser failed: {type(error).__name__}")
 
     def _unheard_failure(self, stream: Stream, why: str) -> None:
         self.on_contradiction(stream, why)

@@ -11,10 +11,11 @@ from pipeline.events import Plan
 class Parse:
     """One choice's parser: `feed` token by token, `finish` once. Pure, so the owner may run it again."""
 
-    __slots__ = ("_chat", "feed")
+    __slots__ = ("_chat", "can_stop", "feed")
 
     def __init__(self, spec: ParseSpec, meta: StreamMeta, vocab: OutputVocab) -> None:
         self._chat = ChatStream(spec, meta, vocab)
+        self.can_stop = bool(spec.stop)
         self.feed = self._chat.feed  # bound once: this is called for every token
 
     @property

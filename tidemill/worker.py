@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import secrets
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,9 @@ async def _serve(
     names: list[str], nats: Sequence[str], engine: str, worker_id: str, options: EngineOptions, topology: Topology
 ) -> None:
     parts = await asyncio.to_thread(_load, names, engine, options, topology)
+    # what is loaded stays: the collector need not walk 129 k vocabulary entries with every generation (15 ms)
+    gc.collect()
+    gc.freeze()
     worker = await Worker.join(nats, worker_id, names, topology)
     for name in names:
         add = _ADD.get(name)

@@ -163,6 +163,7 @@ def accepted(env: Envelope, worker: str, outcome: Outcome, stage: str = "prefill
 class Echo:
     """A choice's parser: every token is an event."""
 
+    can_stop = True
     stopped = False
 
     def __init__(self, stop_at: int = -1) -> None:

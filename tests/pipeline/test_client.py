@@ -134,7 +134,7 @@ async def test_the_same_rid_twice_is_stored_once(server: EmbeddedNats):
 
 
 async def test_a_publish_whose_acknowledgement_is_late_is_repeated_and_stored_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pipeline.client._ACK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pipeline.client._ACK_TIMEOUT_S", 0.5)
     with EmbeddedNats() as own:
         async with meeting(own.url) as (client, owner):
             assert own.pid is not None

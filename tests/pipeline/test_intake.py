@@ -232,6 +232,7 @@ async def test_pulls_whose_heartbeat_stopped_are_given_up_by_the_next_top_up(
         desk.intake.top_up(10)
         assert lost() == 1
         assert desk.intake.outstanding == 10
+        await eventually_async(lambda: waiting_pulls(desk.bus), 2)
         await store(desk.bus, b"x")
         await eventually(lambda: desk.bodies == [b"x"])
 

@@ -145,6 +145,16 @@ async def test_a_wake_during_a_step_is_not_lost(mill: Mill):
     yard.stepper.close()
 
 
+async def test_the_result_of_a_paced_step_comes_when_its_time_is_over():
+    yard = Yard(Mill(inline=True, pace_s=0.02))
+    told_at: list[float] = []
+    yard.stepper._on_result = lambda _result: told_at.append(asyncio.get_running_loop().time())
+    yard.add(1, 2)
+    await eventually(lambda: len(told_at) == 2)
+    assert all(told - started > 0.018 for started, told in zip(yard.mill.started_at, told_at, strict=True))
+    yard.stepper.close()
+
+
 async def test_nothing_steps_after_close(mill: Mill):
     yard = Yard(mill)
     yard.add(1)
@@ -176,8 +186,11 @@ async def test_close_waits_for_the_step_under_way():
     await eventually(lambda: yard.results == [1])
 
 
-async def test_a_paced_engine_starts_steps_no_sooner_than_its_pace():
+@pytest.mark.parametrize("wakes", [False, True])
+async def test_a_paced_engine_starts_steps_no_sooner_than_its_pace(wakes: bool):
     yard = Yard(Mill(inline=True, pace_s=0.02))
+    if wakes:
+        yard.mill.during = yard.stepper.wake
     yard.add(*range(6))
     await eventually(lambda: len(yard.results) == 6)
     starts = yard.mill.started_at

@@ -31,6 +31,7 @@ class Letters:
 
     def __init__(self) -> None:
         self.stopped = False
+        self.can_stop = True
         self._sum = 0
 
     def feed(self, token: int) -> bytes | None:
@@ -87,7 +88,6 @@ class Heard:
     """What the table told its owner and the engines."""
 
     acks: list[tuple[str, AckKind, list[int], list[int]]] = field(default_factory=list)
-    first: list[Stream] = field(default_factory=list)
     ended: list[Stream] = field(default_factory=list)
     stopped: list[tuple[Stream, int]] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
@@ -102,7 +102,6 @@ class Heard:
 
 def table_with(heard: Heard) -> StreamTable:
     table = StreamTable("codec-1", heard.publish, resend_after_s=0.02)
-    table.on_first_tokens = heard.first.append
     table.on_ended = heard.ended.append
     table.on_stopped = lambda stream: heard.stopped.append((stream, stream.finish_at))
     table.on_contradiction = lambda _stream, why: heard.contradictions.append(why)

@@ -6,7 +6,7 @@ import sys
 import nats
 
 
-async def follow(url, rid, body, number, stop_before):
+async def follow(url, rid, body, number, stop):
     nc = await nats.connect(url)
     events = await nc.subscribe(inbox := nc.new_inbox())
 
@@ -19,24 +19,21 @@ async def follow(url, rid, body, number, stop_before):
         await nc.jetstream().publish("v1.in.interactive.default", json.dumps(body).encode(), headers=headers)
     else:
         await want("v1.want", True)  # whoever owns the request answers with its events from `number` on
-    end = None
-    while not end and number != stop_before:
-        message = await events.next_msg(timeout=60)
-        event = json.loads(message.data)
+    while number != stop:
+        event = json.loads((message := await events.next_msg(timeout=60)).data)
         if event.get("n") == number:  # else: a note without a number, an event that we have, or one after a gap
             print(number, json.dumps(event["event"]))
-            number, end = number + 1, event.get("end")
+            number, stop = number + 1, number + 1 if "end" in event else stop
         await want(message.reply or "v1.want", event.get("n", 0) > number)
     await nc.close()
     return number
 
 
 async def main(url):
-    rid = secrets.token_hex(16)
     question = {"role": "user", "content": "How does a tide mill work?"}
     body = {"model": "deepseek-v4.1-flash", "messages": [question], "stream": True, "max_tokens": 32}
-    number = await follow(url, rid, body, 0, stop_before=8)
-    await follow(url, rid, None, number, stop_before=None)
+    number = await follow(url, rid := secrets.token_hex(16), body, 0, stop=8)
+    await follow(url, rid, None, number, stop=None)
 
 
 asyncio.run(main(sys.argv[1]))
