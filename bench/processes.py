@@ -23,6 +23,7 @@ from tidemill.parent_death import die_with_parent
 
 READY_TIMEOUT_S = 60.0  # a codec worker loads its vocabulary in half a second, on a busy machine in five
 DRAIN_TIMEOUT_S = 15.0
+ABORT_TIMEOUT_S = 1.0  # after Ctrl-C or a failure nobody waits for answers
 BROKER = "nats-server"
 _CPUCLOCK_SCHED = 2  # <linux/posix-timers.h>: what clock_getcpuclockid(3) makes of a process id
 
@@ -95,12 +96,12 @@ class Fleet:
                 os.close(childs_end)
         return worker
 
-    def stop(self, *workers: str) -> None:
-        """Drain workers, at most `DRAIN_TIMEOUT_S` all together; those that do not end are killed."""
+    def stop(self, *workers: str, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
+        """Drain workers, at most `timeout_s` all together; those that do not end are killed."""
         stopping = [self._workers.pop(worker).process for worker in workers]
         for process in stopping:
             process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + DRAIN_TIMEOUT_S
+        until = time.monotonic() + timeout_s
         for process in stopping:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
@@ -137,7 +138,7 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.stop(*self._workers)
+            self.stop(*self._workers, timeout_s=DRAIN_TIMEOUT_S if kind is None else ABORT_TIMEOUT_S)
         finally:
             self._nats.stop()
             self._logs.cleanup()

@@ -71,6 +71,8 @@ class Bus:
         """
         data = make_client(fast)
         bus = cls(worker, topology, data, data if single else make_client(fast))
+        # answers and notes may come a socket write later; the request that caused them should not
+        bus.control.lazy = not single
         try:
             async with asyncio.timeout(timeout_s):
                 await bus._open(bus.data, list(urls), f"{worker}/data", bus._reconnected)

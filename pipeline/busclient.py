@@ -72,6 +72,8 @@ class Client(nats.aio.client.Client):
     of a nats-py callback); `callback_errors` counts them. The connection lives on.
     """
 
+    lazy = False  # only the fast client can be told to write later
+
     def __init__(self) -> None:
         super().__init__()
         self.callback_errors = 0

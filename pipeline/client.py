@@ -104,7 +104,6 @@ class Stream:
     def take(self, event: Event, want_subject: str) -> None:
         """An event from the bus: passed on if it is the next one, asked for again if one is missing."""
         self.heard_at = time.monotonic()
-        first = not self.want_subject
         if want_subject:
             self.want_subject = want_subject
         if event.number is None:
@@ -117,8 +116,6 @@ class Stream:
             self._gap()
         else:
             self._next(event)
-        if first and not self.ended:
-            self.want()
 
     def _note(self, event: Event) -> None:
         if event.body.startswith(b'{"type":"request_unknown"'):
@@ -225,7 +222,12 @@ class Client:
         if len(data) > self.limits.max_body_bytes:
             raise blob.too_large(len(data), self.limits.max_body_bytes)
         stream = self._open(rid or secrets.token_hex(16), num_choices=_choices(body))
-        headers = {"Nats-Msg-Id": f"{self.tenant}:{stream.rid}", "Tm-Protocol": protocol, "Tm-Reply": stream.reply}
+        headers = {
+            "Nats-Msg-Id": f"{self.tenant}:{stream.rid}",
+            "Tm-Protocol": protocol,
+            "Tm-Reply": stream.reply,
+            "Tm-Window": str(WINDOW_BYTES),
+        }
         if timeout_s is not None:
             headers["Tm-Timeout"] = repr(timeout_s)
         if timeline:

@@ -88,25 +88,25 @@ class BatchSubscriber(Subscriber):
         """Send what has gathered, in messages of at most `max_bytes` (one event may be larger)."""
         if not self._parts:
             return
-        batch = b"".join(self._parts)
-        if len(batch) <= self._max_bytes:
-            self._send(batch, len(self._parts) // 3)
+        if sum(map(len, self._parts)) <= self._max_bytes:
+            self._send(self._parts)
         else:
             self._send_in_pieces()
         self._parts.clear()
 
-    def _send(self, batch: bytes, num_events: int) -> None:
-        self._publish(self.reply, struct.pack(">BI", 0xDD, num_events) + batch, self.want)
+    def _send(self, parts: list[bytes]) -> None:
+        head = struct.pack(">BI", 0xDD, len(parts) // 3)
+        self._publish(self.reply, b"".join([head, *parts]), self.want)
 
     def _send_in_pieces(self) -> None:
         start = num_bytes = 0
         for at in range(0, len(self._parts), 3):
             event_bytes = sum(map(len, self._parts[at : at + 3]))
             if num_bytes + event_bytes > self._max_bytes and at > start:
-                self._send(b"".join(self._parts[start:at]), (at - start) // 3)
+                self._send(self._parts[start:at])
                 start, num_bytes = at, 0
             num_bytes += event_bytes
-        self._send(b"".join(self._parts[start:]), (len(self._parts) - start) // 3)
+        self._send(self._parts[start:])
 
 
 def note_body(kind: str, **fields: object) -> bytes:

@@ -14,7 +14,7 @@ from pipeline.metrics import count
 from pipeline.owner import EndStream
 from pipeline.request import Request
 from pipeline.stage import CodecStage, TokenStream
-from pipeline.streams import Ending, Stream, StreamTable
+from pipeline.streams import MAX_WINDOW_BYTES, Ending, Stream, StreamTable
 
 
 class NoTokens:
@@ -49,6 +49,8 @@ class Endings:
         for choice in range(choices):
             stream = Stream(request.rid, choice, partial(_parser, request, choice), request.subscriber)
             stream.prefix = request.subscriber.prefix(request.tag, request.machine.attempt, choice)
+            if request.head.window_bytes:
+                stream.limit_bytes = min(request.head.window_bytes, MAX_WINDOW_BYTES)
             if request.head.timeline and choice == choices - 1:
                 stream.before_end = partial(self._timeline, request)
             if ending is not None:

@@ -138,6 +138,7 @@ class FastClient(Client):
         self.listeners: dict[bytes, OnMessage] = {}  # by subscription id, as its digits
         self._ps = FastParser(self)
         self._kicked = False
+        self.lazy = False  # write one turn of the loop later: after what other clients publish in this one
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def connect(  # type: ignore[override]  # as Client.connect
@@ -190,6 +191,10 @@ class FastClient(Client):
     def _kick(self) -> None:
         if not self._kicked and self._loop is not None:
             self._kicked = True
+            self._loop.call_soon(self._flush_next_turn if self.lazy else self._flush_now)
+
+    def _flush_next_turn(self) -> None:
+        if self._loop is not None:
             self._loop.call_soon(self._flush_now)
 
     def _flush_now(self) -> None:

@@ -76,6 +76,9 @@ class LookupHop:
             count("work_refused_dead")
             self._answer(event, Outcome.DEAD)
             return
+        if not self._tombstones.take(env.rid, env.attempt):
+            self._answer(event, Outcome.DUPLICATE)
+            return
         # the engine first: the answer leaves in the same tick, and the request need not wait for it
         task = eager.start(self._match(event, start_ns))
         if task is not None:  # else the owner has been told already why it is not in hand
@@ -99,6 +102,8 @@ class LookupHop:
             count("requests_failed_internal")
             self._fail(event, "internal", "the lookup stage failed", transient=False)
             return
+        finally:
+            self._tombstones.give_back(env.rid, env.attempt)  # whatever came of it: it may be offered again
         if answer is None:
             busy = Accepted(env.rid, env.attempt, NEXT, self._bus.worker, self._epoch, Outcome.BUSY, env.owner)
             self._tell(env.owner, busy)

@@ -53,5 +53,7 @@ class HolderWatch:
         except TransientError:
             if connected_at != self._connected_at:
                 return  # our own reconnect may have swallowed ping or answer
-            if self._bus.control.is_connected:
+            # our own loop may be what is late: beacons that wait in its socket are read in this pause
+            await asyncio.sleep(self._limits.beacon_s)
+            if self._silent_s(worker) > self._limits.holder_silent_s and self._bus.control.is_connected:
                 self._lost(worker, epoch)

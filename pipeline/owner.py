@@ -276,6 +276,8 @@ STAGE_STATE = {
     "transfer": State.DECODE,
     "decode": State.DECODE,
 }
+# Whose silence matters: in TRANSFER the KV is still prefill's.
+_WATCHED = {State.PREFILL: "prefill", State.TRANSFER: "prefill", State.DECODE: "decode"}
 _IN_HAND = (Outcome.ACCEPTED, Outcome.QUEUED, Outcome.DUPLICATE)
 MAX_PAUSE_S = 1.0
 # A receiver's own wish is followed up to here: it is a hint from the wire. Source: ours
@@ -326,7 +328,7 @@ class Owner:
 
     def holder(self) -> Holder | None:
         """The worker whose silence matters now."""
-        role = {State.PREFILL: "prefill", State.TRANSFER: "prefill", State.DECODE: "decode"}.get(self.state)
+        role = _WATCHED.get(self.state)
         return self.holders.get(role) if role else None
 
     def _superseded(self, signal: Any) -> list[Action]:

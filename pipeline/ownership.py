@@ -187,6 +187,8 @@ class Ownership:
             body=body,
             started_ns=time.time_ns(),
             uses_blob=bool(head.blob),
+            want_at=self._loop.time() if head.window_bytes else -1.0,
+            wanted=(0,) if head.window_bytes else (),
         )
         self._begin(request)
 
@@ -471,10 +473,9 @@ class Ownership:
         self.signal(request, Delivered() if ending else CancelAsked("the subscriber went silent"))
 
     def _tick_holders(self) -> None:
-        for request in list(self.requests.values()):  # a check may end requests
-            holder = request.machine.holder()
-            if holder is not None:
-                self._watch.check(holder.worker, holder.epoch)
+        holders = (request.machine.holder() for request in self.requests.values())
+        for worker, epoch in {(holder.worker, holder.epoch) for holder in holders if holder is not None}:
+            self._watch.check(worker, epoch)
 
     def _holder_lost(self, worker: str, epoch: int) -> None:
         for request in list(self.requests.values()):

@@ -35,6 +35,7 @@ class Head:
     tag: int
     blob: str
     timeline: bool
+    window_bytes: int  # the first Want, said with the request itself; 0 = none
 
 
 def check_reply(reply: str, tenant: str, out_prefix: str) -> str:
@@ -60,11 +61,11 @@ def _number(headers: dict[str, str], name: str, default: float) -> float:
         raise RequestError(ErrorCode.INVALID_REQUEST, f"{name} is not a number: {text[:40]!r}", param=name) from error
 
 
-def _tag(text: str | None) -> int:
+def _unsigned(text: str | None, name: str, default: int) -> int:
     if text is None:
-        return -1
+        return default
     if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 2**64):
-        raise RequestError(ErrorCode.INVALID_REQUEST, "Tm-Batch must be an unsigned 64-bit number", param="Tm-Batch")
+        raise RequestError(ErrorCode.INVALID_REQUEST, f"{name} must be an unsigned 64-bit number", param=name)
     return int(text)
 
 
@@ -96,9 +97,10 @@ def read_head(subject: str, headers: dict[str, str], reply: str, limits: Limits)
         protocol=protocol,
         timeout_s=timeout_s,
         reply=reply,
-        tag=_tag(headers.get("Tm-Batch")),
+        tag=_unsigned(headers.get("Tm-Batch"), "Tm-Batch", -1),
         blob=headers.get("Tm-Blob", ""),
         timeline=headers.get("Tm-Timeline") == "1",
+        window_bytes=_unsigned(headers.get("Tm-Window"), "Tm-Window", 0),
     )
 
 

@@ -28,6 +28,7 @@ _MAX_NUMBER = (1 << 32) - 1  # of an event: u32 in the batch form
 # Tokens re-derived in one go before the loop gets its turn: 1 us each, so 2 ms. Source: design 8 (stall < 5 ms).
 PUMP_TOKENS = 2_000
 UNLIMITED_BYTES = 1 << 62
+MAX_WINDOW_BYTES = 64 << 20  # a subscriber cannot make the broker hold more for it than its max_pending
 
 
 def _nothing(*_: object) -> None:

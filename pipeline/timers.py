@@ -58,11 +58,16 @@ class Timers:
         if self._handle:
             self._handle.cancel()
         self._wakes_at = at
-        self._handle = self._loop.call_at(at, self._run)
+        self._handle = self._loop.call_at(at, self._due)
+
+    def _due(self) -> None:
+        # A loop that comes late may have the awaited answer in a socket that it has not read yet: two turns from
+        # here it has. Timers that judge others must not count our own lag.
+        self._handle = None
+        self._loop.call_soon(self._loop.call_soon, self._run)
 
     def _run(self) -> None:
         self._wakes_at = float("inf")
-        self._handle = None
         # libuv's timers have millisecond grain: what is due within it fires now
         now = self._loop.time() + 0.001
         try:

@@ -17,10 +17,8 @@ from pipeline.delivery import Subscriber, note_body
 from pipeline.errors import RequestError
 from pipeline.metrics import count
 from pipeline.request import Request
-from pipeline.streams import StreamTable
+from pipeline.streams import MAX_WINDOW_BYTES, StreamTable
 from pipeline.subscribers import Subscribers
-
-MAX_WINDOW_BYTES = 64 << 20  # a subscriber cannot make the broker hold more for it than its max_pending
 
 
 class WantMessage(msgspec.Struct):

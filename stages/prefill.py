@@ -280,12 +280,12 @@ class Prefill:
         note = PrefillNoted(env.rid, env.attempt, taken.plan, decode, spans, self.host.worker, self.host.epoch)
         repeated = encode(note) if finish else b""
         taken.entry = self.host.outbox.open(env.handles[seq.choice], env.owner, env.rid, 0, repeated)
-        self.host.tell(env.owner, note)
         self.host.outbox.push([TokenRow(taken.entry, 0, (job.first_token,), finish)])
+        if not finish:
+            taken.handover = self._sender.hand_over(self._offer(taken), decode, self.card)
+        self.host.tell(env.owner, note)
         if finish:
             self._release(taken)
-        else:
-            taken.handover = self._sender.hand_over(self._offer(taken), decode, self.card)
 
     def _seal(self, taken: _Prompt) -> None:
         seq, known = taken.job.seq, taken.job.num_known_blocks

@@ -408,23 +408,16 @@ async def test_resume_asks_everyone_from_the_numbers_that_it_was_given(server: E
         assert [(event.choice, event.number) for event in await rest(stream)] == [(0, 3), (1, 0)]
 
 
-async def test_after_a_reconnect_every_stream_asks_for_what_it_lacks():
-    with EmbeddedNats() as own:
-        async with meeting(own.url) as (client, owner):
-            streams = [await client.publish(b"{}") for _ in range(2)]
-            for stream in streams:
-                owner.send(stream, 0)
-            await owner.wanted(2)
-            own.kill()
-            await eventually(lambda: not client._bus.data.is_connected)
-            await asyncio.to_thread(own.start)
-            # the owner may not be back yet when the first Want comes: then everyone is asked
-            await eventually(lambda: client._bus.data.is_connected and owner.bus.control.is_connected)
-            client._resume_all()
-            await eventually(
-                lambda: {w["rid"] for w in [*owner.wants[2:], *owner.calls] if w["resend"]} == {s.rid for s in streams}
-            )
-            assert all(want["next"] == [1] for want in [*owner.wants[2:], *owner.calls])
+async def test_after_a_reconnect_every_stream_asks_for_what_it_lacks(server: EmbeddedNats):
+    async with meeting(server.url) as (client, owner):
+        streams = [await client.publish(b"{}") for _ in range(2)]
+        for stream in streams:
+            owner.send(stream, 0)
+        await owner.wanted(2)
+        await client._bus.data.force_reconnect()
+        await owner.wanted(4)
+        assert {want["rid"] for want in owner.wants[2:]} == {stream.rid for stream in streams}
+        assert [(want["next"], want["resend"]) for want in owner.wants[2:]] == [([1], True)] * 2
 
 
 async def test_a_stream_says_that_it_lives_and_asks_everyone_when_it_hears_nothing(server: EmbeddedNats):

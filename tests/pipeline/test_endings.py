@@ -86,6 +86,7 @@ async def test_the_first_plan_counts(nats_url: str):
         desk.tokens(1, finish=LENGTH)
         await eventually(lambda: desk.reader.ends)
         assert desk.bodies()[-1]["hit"] == 5
+        assert desk.request.plan == PLAN  # what binds a later attempt
 
 
 async def test_the_publishers_fault_is_one_failure_without_tokens(nats_url: str):

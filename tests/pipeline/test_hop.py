@@ -23,6 +23,7 @@ from tests.pipeline.fabric import (
     eventually,
     joined,
     limited,
+    new_rid,
     new_worker,
     prompt,
     publish_event,
@@ -226,6 +227,9 @@ async def test_the_end_of_one_choice_is_no_tombstone(nats_url: str):
     async with hopping(nats_url) as it:
         env = envelope(it.owner.worker)
         it.tell(Cancelled(env.rid, 0, "stop", choice=0, position=4))
+        other = new_rid()
+        it.tell(Cancelled(other, 0, "enough"))
+        await eventually(lambda: it.hop._tombstones.is_dead(other, 0))  # so the first one has been heard too
         it.offer(rid=env.rid)
         await eventually(lambda: it.ear.outcomes == ["busy"])
 

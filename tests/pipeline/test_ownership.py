@@ -348,7 +348,7 @@ async def test_rubbish_from_the_middle_is_counted_and_harms_nothing(server: Embe
 
 
 async def test_a_failure_that_another_attempt_may_mend_gets_one_with_new_handles(server: EmbeddedNats):
-    async with owning(server.url) as (_owner, world):
+    async with owning(server.url) as (owner, world):
         reader = await world.publish()
         first = (await world.prompt()).env
         world.to_decode(first)
@@ -359,6 +359,7 @@ async def test_a_failure_that_another_attempt_may_mend_gets_one_with_new_handles
         second = (await world.prompt(2)).env
         assert second.attempt > first.attempt == 0
         assert second.handles != first.handles
+        assert len(owner.ownership.streams) == 1  # the first handle is free again
         assert (second.plan, second.forced_tokens, second.seed) == (PLAN, 2, first.seed)
         assert (await world.ears[world.decode].first(Cancelled)).attempt == 0
         unknown = Counted("frames_unknown_handle")
@@ -536,9 +537,11 @@ async def test_an_owner_that_stops_gives_back_what_it_could_not_finish(server: E
     async with owning(server.url) as (owner, world):
         given_back = Counted("requests_given_back")
         reader = await world.publish()
-        await world.prompt()
+        acks = Ear(world.bus, (await world.prompt()).env.intake_ack, control=False)
+        await world.bus.flush()
         await owner.end()
         assert given_back() == 1
+        await eventually(lambda: b"-NAK" in acks.payloads)
         async with second_owner(server.url) as other:
             owner.ownership.requests.clear()  # the process is gone: it answers no Find
             second = (await world.prompt(2)).env
