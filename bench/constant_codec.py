@@ -36,6 +36,12 @@ class ConstantStream:
         """The constant."""
         return _event
 
+    frame = (b"", b"")
+
+    def piece(self, token: int) -> bytes | None:  # noqa: ARG002 -- that is the point
+        """The constant."""
+        return _event
+
     def finish(self, reason: str, plan: Plan, num_tokens: int) -> bytes:  # noqa: ARG002 -- that is the point
         """The constant."""
         return _event

@@ -20,6 +20,7 @@ import msgspec
 
 from bench.processes import BROKER, Fleet, spent
 from bench.prompts import body
+from pipeline.batch import BatchReader
 from pipeline.bus import Bus
 from pipeline.headers import format_headers
 from pipeline.topology import Topology
@@ -32,17 +33,13 @@ POLL_S = 0.01
 RAMP_REQUESTS, RAMP_PAUSE_S = 10, 0.02
 
 
-# of a batch: tag, attempt, choice, number, end, event; choice and number are nil in notes
-_Row = tuple[int, int, int | None, int | None, str | None, bytes]
-
-
 class Subscriber:
     """One connection that publishes many requests and takes all their events."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._inbox = f"_INBOX.{secrets.token_hex(8)}"
-        self._decode = msgspec.msgpack.Decoder(list[_Row]).decode
+        self._read = BatchReader().read
         # by tag: what is known of each stream, in lists because a look-up costs half of an object's
         self._rids: list[str] = []
         self._next: list[int] = []  # number of the event that comes next
@@ -84,7 +81,7 @@ class Subscriber:
 
     def _events(self, _subject: str, want: str, payload: bytes, _headers: bytes | None) -> None:
         following, last, credit_bytes, counted = self._next, self.last, self._credit_bytes, 0
-        for tag, _attempt, _choice, number, end, event in self._decode(payload):
+        for tag, _attempt, _choice, number, end, event in self._read(payload):
             if number is None:
                 continue  # accepted, progress
             if number != following[tag]:
@@ -95,7 +92,7 @@ class Subscriber:
             credit_bytes[tag] = left = credit_bytes[tag] - len(event)
             counted += 1
             if end or left < 0:
-                self._want(tag, end or "", want)
+                self._want(tag, end, want)
         self.num_events += counted
         self.num_bytes += len(payload)
         if counted and self.num_events // SAMPLE_EVERY > len(self.samples):

@@ -91,6 +91,25 @@ class ChatStream:
         self.num_tokens += 1
         return self._head + fragment + self._tail
 
+    def piece(self, token_id: int) -> bytes | None:
+        """The token's text as it stands inside the chunk that `feed` would give, between the two parts of `frame`.
+
+        None when the chunk is not of that form: nothing was taken then, `feed` the token. Whoever receives pieces puts
+        the chunk together: a tenth of the bytes travels.
+        """
+        try:
+            fragment = self._fragments[token_id]
+        except IndexError:
+            return None
+        if fragment is not None:
+            self.num_tokens += 1
+        return fragment
+
+    @property
+    def frame(self) -> tuple[bytes, bytes]:
+        """What stands before and after a piece; only `feed` may change it."""
+        return self._head, self._tail
+
     def finish(self, reason: str, usage: Usage) -> bytes:
         """The last chunk, or the whole answer when not streaming. Changes nothing: a repeat gives the same bytes."""
         rest = self._rest()

@@ -17,6 +17,7 @@ from typing import Any, Self
 import msgspec
 
 from pipeline import blob
+from pipeline.batch import BatchReader
 from pipeline.bus import Bus
 from pipeline.errors import HTTP_STATUS, ErrorCode, RequestError, TidemillError, TransientError
 from pipeline.headers import format_headers, parse_headers
@@ -58,15 +59,6 @@ class _Json(msgspec.Struct):
     n: int | None = None
     c: int = 0
     end: str = ""
-
-
-class _Batched(msgspec.Struct, array_like=True):
-    tag: int
-    a: int
-    c: int | None
-    n: int | None
-    end: str | None
-    event: bytes
 
 
 @dataclass(eq=False)
@@ -173,7 +165,7 @@ class Client:
         self._acks: dict[str, asyncio.Future[tuple[bytes, bytes | None]]] = {}
         self._serial = 0
         self._decode_json = msgspec.json.Decoder(_Json).decode
-        self._decode_batch = msgspec.msgpack.Decoder(list[_Batched]).decode
+        self._batches = BatchReader()
         bus.subscribe(f"{self._inbox}.ack.*", self._acked)
         bus.subscribe(f"{self._inbox}.s.*", self._event)
         bus.subscribe(f"{self._inbox}.batch", self._events)
@@ -278,6 +270,7 @@ class Client:
         """No more events for this stream."""
         self._streams.pop(str(stream.tag), None)
         self._tags.pop(stream.tag, None)
+        self._batches.forget(stream.tag, stream.num_choices)
 
     async def _store(self, subject: str, data: bytes, headers: bytes) -> None:
         """Publish to intake until the broker has acknowledged it."""
@@ -333,10 +326,10 @@ class Client:
         if payload.startswith(b"{"):
             self._unknown(json.loads(payload)["event"])
             return
-        for tag, attempt, choice, number, end, body in _rows(self._decode_batch(payload)):
+        for tag, attempt, choice, number, end, body in self._batches.read(payload):
             stream = self._tags.get(tag)
             if stream is not None:
-                stream.take(Event(body, number, attempt, choice or 0, end or ""), reply)
+                stream.take(Event(body, number, attempt, choice, end), reply)
 
     def _unknown(self, note: dict[str, Any]) -> None:
         """An owner that does not know a request cannot know its tag either: it answers in JSON."""
@@ -385,10 +378,6 @@ class Client:
                     self.want_anyone(stream)
                 else:
                     stream.want()
-
-
-def _rows(batch: list[_Batched]) -> list[tuple[int, int, int | None, int | None, str | None, bytes]]:
-    return [(row.tag, row.a, row.c, row.n, row.end, row.event) for row in batch]
 
 
 def _choices(body: bytes | Mapping[str, Any]) -> int:

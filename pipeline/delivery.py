@@ -1,10 +1,16 @@
 """Events on their way out: one message per event (JSON), or one msgpack batch per connection and tick.
 
 JSON, for any NATS client:   {"n":7,"a":0,"c":0,"event":{…}}, the terminal one with "end":"stop" before the event.
-Batch, on request:           an array of [tag, a, c, n, end | nil, event]; `tag` is the u64 that the publisher gave.
+Batch, on request:           an array of [tag, a, c, n, end, event]; `tag` is the u64 that the publisher gave.
+    end nil                  a whole event
+    end a string             the whole last event of the choice
+    end false                a piece: the event is what stood before the NUL of the stream's frame + piece + the rest
+    n nil, end "frame"       the frame of the pieces that follow: two parts with a NUL between them
+    n nil, end nil           a note
 
-The batch is packed by hand from a prefix per stream: 0.2 us an event instead of 1.1 us (bench/results). Any
-msgpack decoder reads it. Every message carries the owner's want subject as its NATS reply.
+Chunks of one stream differ in a few bytes of 220; sending the rest once halves the work of everyone on the way. The
+batch is packed by hand from a prefix per stream: 0.2 us an event instead of 1.1 us (bench/results). Any msgpack
+decoder reads it (pipeline/batch.py does). Every message carries the owner's want subject as its NATS reply.
 """
 
 from __future__ import annotations
@@ -12,13 +18,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
+import msgspec
 import orjson
 
 Publish = Callable[[str, bytes, str], bool]
 
 # The middle of a running event: pack_running(UINT32, n, NIL, BIN16, size of the event up to MAX_BIN16)
 pack_running = struct.Struct(">BIBBH").pack
-NIL, UINT32, BIN16 = 0xC0, 0xCE, 0xC5
+NIL, FALSE, UINT32, BIN16 = 0xC0, 0xC2, 0xCE, 0xC5
 _BIN32 = 0xC6
 MAX_BIN16 = 0xFFFF
 
@@ -48,6 +55,9 @@ class Subscriber:
         """Progress and acceptance: they carry no number."""
         self._publish(self.reply, b'{"a":%d,"event":%b}' % (attempt, event), self.want)
 
+    def frame(self, prefix: bytes, parts: tuple[bytes, bytes]) -> None:
+        """Whole events need none."""
+
     def flush(self) -> None:
         """Nothing is held back in this form."""
 
@@ -65,7 +75,7 @@ class BatchSubscriber(Subscriber):
 
     def prefix(self, tag: int, attempt: int, choice: int) -> bytes:
         """See Subscriber; `tag` is the publisher's name for the request."""
-        return struct.pack(">BBQBIBB", 0x96, 0xCF, tag, UINT32, attempt, 0xCC, choice)
+        return b"\x96" + b"".join(map(_packed, (tag, attempt, choice)))
 
     def event(self, prefix: bytes, n: int, event: bytes, end: str = "") -> None:
         """See Subscriber."""
@@ -77,6 +87,11 @@ class BatchSubscriber(Subscriber):
         else:
             middle = pack_running(UINT32, n, NIL, BIN16, size)
         self._parts += (prefix, middle, event)
+
+    def frame(self, prefix: bytes, parts: tuple[bytes, bytes]) -> None:
+        """What stands around the pieces of a stream from now on."""
+        body = b"\0".join(parts)
+        self._parts += (prefix + b"\xc0", b"\xa5frame" + struct.pack(">BI", _BIN32, len(body)), body)
 
     def note(self, tag: int, attempt: int, event: bytes) -> None:
         """See Subscriber."""
@@ -107,6 +122,9 @@ class BatchSubscriber(Subscriber):
                 start, num_bytes = at, 0
             num_bytes += event_bytes
         self._send(self._parts[start:])
+
+
+_packed = msgspec.msgpack.Encoder().encode  # a number in as few bytes as it takes
 
 
 def note_body(kind: str, **fields: object) -> bytes:

@@ -27,6 +27,12 @@ class NoTokens:
         """Never called. Raises: AssertionError."""
         raise AssertionError(f"token {token} for a request that never started")
 
+    def piece(self, _token: int) -> bytes | None:
+        """See TokenStream."""
+        return None
+
+    frame = (b"", b"")
+
     def finish(self, reason: str, _plan: Plan, num_tokens: int) -> bytes:
         """See TokenStream."""
         return note_body("ended", reason=reason, tokens=num_tokens)

@@ -122,6 +122,18 @@ class TokenStream(Protocol):
         """The one event (JSON) that this token caused, or None."""
         ...
 
+    def piece(self, token: int) -> bytes | None:
+        """The varying part of the event that `feed` would give, which is then `frame[0] + piece + frame[1]`.
+
+        None when it is not of that form: nothing was taken then, and the token is to be fed.
+        """
+        ...
+
+    @property
+    def frame(self) -> tuple[bytes, bytes]:
+        """What stands around pieces, without NUL bytes; changed only by `feed`."""
+        ...
+
     def finish(self, reason: str, plan: Plan, num_tokens: int) -> bytes:
         """The terminal event."""
         ...

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from pipeline.delivery import BIN16, MAX_BIN16, NIL, UINT32, Subscriber, pack_running
+from pipeline.delivery import BIN16, FALSE, UINT32, Subscriber, pack_running
 from pipeline.events import FINISH_CODES, Plan
 from pipeline.metrics import count
 from pipeline.stage import TokenStream
@@ -64,6 +64,7 @@ class Stream:
         "feed",
         "finish_at",
         "first_windowed",
+        "frame_bytes",
         "gap_since",
         "handle",
         "limit_bytes",
@@ -71,6 +72,7 @@ class Stream:
         "open_parser",
         "out",
         "parser",
+        "piece",
         "plain",
         "plan",
         "prefix",
@@ -88,6 +90,7 @@ class Stream:
         self.open_parser = open_parser
         self.parser = open_parser()
         self.feed = self.parser.feed
+        self.piece = self.parser.piece
         self.out = out
         self.prefix = b""
         self.handle = 0
@@ -111,6 +114,7 @@ class Stream:
         self.cumulative = array("Q")  # sent_bytes before event first_windowed + i
         self.before_end: Callable[[], None] = _nothing
         self.plain = False  # see settle
+        self.frame_bytes = 0  # of the frame that the subscriber has; 0: none that is good for the next piece
         self.allowance_bytes = UNLIMITED_BYTES
 
     def begin_attempt(self, handle: int, prefix: bytes) -> None:
@@ -131,6 +135,7 @@ class Stream:
 
     def settle(self) -> None:
         """Work out whether the next token in order can only cause its event: nothing ends, waits or is held back."""
+        self.frame_bytes = 0
         self.allowance_bytes = self.limit_bytes if self.limit_bytes >= 0 else UNLIMITED_BYTES
         self.plain = (
             not self.ahead
@@ -195,7 +200,7 @@ class Stream:
             event = parser.feed(tokens[self.fed])
             self.fed += 1
             if event is not None:
-                self._emit(event, "")
+                self.emit(event)
             if parser.stopped:
                 self.finish_at = end = self.fed
                 if self.ending is None or self.ending.failure is None:
@@ -207,7 +212,8 @@ class Stream:
             self._emit_terminal(self.ending)
         return False
 
-    def _emit(self, event: bytes, end: str) -> None:
+    def emit(self, event: bytes, end: str = "") -> None:
+        """Number an event and publish it, unless the subscriber has it."""
         n = self.n
         self.n = n + 1
         if n < self.skip_below:
@@ -230,7 +236,7 @@ class Stream:
             return  # usage is part of it, so it waits for the plan (repeated with every unacknowledged end)
         self.terminal_n = self.n
         self.before_end()
-        self._emit(event, ending.name)
+        self.emit(event, ending.name)
 
     def want(self, following: int, window_bytes: int, out: Subscriber, prefix: bytes, again: bool) -> None:
         """The subscriber has every event below `following` and takes `window_bytes` more."""
@@ -251,6 +257,7 @@ class Stream:
         """Derive the events again and publish those from `following` on."""
         self.parser = self.open_parser()
         self.feed = self.parser.feed
+        self.piece = self.parser.piece
         self.fed = 0
         self.n = 0
         self.terminal_n = -1
@@ -357,24 +364,29 @@ class StreamTable:
         stream.at += 1
         stream.fed += 1
         try:
-            event = stream.feed(token)
+            piece = stream.piece(token) if out.gathers else None
+            event = stream.feed(token) if piece is None else None
         except Exception as error:  # noqa: BLE001 - logged there
             self._parser_failed(stream, error)
             return
-        if event is None:
+        if piece is None:
+            stream.frame_bytes = 0  # `feed` may have changed it
+            if event is not None:
+                stream.emit(event)
             return
+        if not stream.frame_bytes:
+            frame = stream.parser.frame
+            stream.frame_bytes = len(frame[0]) + len(frame[1])
+            out.frame(stream.prefix, frame)
         n = stream.n
         stream.n = n + 1
-        size = len(event)
+        size = len(piece)
         if stream.limit_bytes >= 0:
             stream.cumulative.append(stream.sent_bytes)
-        stream.sent_bytes += size
-        if out.gathers and size <= MAX_BIN16:
-            out.add(stream.prefix)
-            out.add(pack_running(UINT32, n, NIL, BIN16, size))
-            out.add(event)
-        else:
-            out.event(stream.prefix, n, event)
+        stream.sent_bytes += size + stream.frame_bytes
+        out.add(stream.prefix)
+        out.add(pack_running(UINT32, n, FALSE, BIN16, size))
+        out.add(piece)
 
     def _row(self, stream: Stream, position: int, tokens: tuple[int, ...], finish: int, now_s: float) -> None:
         if position > stream.at:

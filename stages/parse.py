@@ -11,17 +11,23 @@ from pipeline.events import Plan
 class Parse:
     """One choice's parser: `feed` token by token, `finish` once. Pure, so the owner may run it again."""
 
-    __slots__ = ("_chat", "can_stop", "feed")
+    __slots__ = ("_chat", "can_stop", "feed", "piece")
 
     def __init__(self, spec: ParseSpec, meta: StreamMeta, vocab: OutputVocab) -> None:
         self._chat = ChatStream(spec, meta, vocab)
         self.can_stop = bool(spec.stop)
-        self.feed = self._chat.feed  # bound once: this is called for every token
+        self.feed = self._chat.feed  # bound once: they are called for every token
+        self.piece = self._chat.piece
 
     @property
     def stopped(self) -> bool:
         """A stop string was found."""
         return self._chat.stopped
+
+    @property
+    def frame(self) -> tuple[bytes, bytes]:
+        """What stands before and after a piece."""
+        return self._chat.frame
 
     def finish(self, reason: str, plan: Plan, num_tokens: int) -> bytes:
         """The terminal event, usage included."""

@@ -173,6 +173,11 @@ class Echo:
         self.stopped = token == self._stop_at
         return b'{"token":%d}' % token
 
+    frame = (b"", b"")
+
+    def piece(self, token: int) -> bytes | None:
+        return None
+
     def finish(self, reason: str, plan: Plan, num_tokens: int) -> bytes:
         return json.dumps({"reason": reason, "hit": plan.hit_tokens, "tokens": num_tokens}).encode()
 
@@ -289,6 +294,7 @@ def new_request(bus: Bus, subscriber: Subscriber, rid: str = "", **head: Any) ->
         "tag": -1,
         "blob": "",
         "timeline": False,
+        "window_bytes": 0,
     }
     checked = Head(**{**given, **head})
     return Request(

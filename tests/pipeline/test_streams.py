@@ -39,6 +39,11 @@ class Letters:
         self.stopped = token == STOP_TOKEN
         return None if token % 5 == 0 else b'{"t":%d,"s":%d}' % (token, self._sum)
 
+    frame = (b"", b"")
+
+    def piece(self, token: int) -> bytes | None:
+        return None
+
     def finish(self, reason: str, plan: Plan, num_tokens: int) -> bytes:
         return orjson.dumps({"finish": reason, "prompt": plan.prompt_tokens, "tokens": num_tokens})
 
