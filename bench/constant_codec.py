@@ -23,7 +23,9 @@ from stages.codec import ChatEncoding, Codec
 from tidemill.heartbeat import beat
 from tidemill.worker import SERVED_MODELS
 
+VOCABULARY = 129_280  # Source: facts-model 1
 _event = b""
+_pieces: list[bytes] = []
 
 
 class ConstantStream:
@@ -38,9 +40,13 @@ class ConstantStream:
 
     frame = (b"", b"")
 
-    def piece(self, token: int) -> bytes | None:  # noqa: ARG002 -- that is the point
-        """The constant."""
-        return _event
+    @property
+    def pieces(self) -> list[bytes]:
+        """The constant, for every token."""
+        return _pieces
+
+    def passed(self, num_tokens: int) -> None:
+        """See TokenStream."""
 
     def finish(self, reason: str, plan: Plan, num_tokens: int) -> bytes:  # noqa: ARG002 -- that is the point
         """The constant."""
@@ -80,6 +86,7 @@ def main() -> None:
     global _event  # noqa: PLW0603 -- set once, before anything runs
     url, event_bytes, worker_id = sys.argv[1:]
     _event = b'"' + b"x" * (int(event_bytes) - 2) + b'"'
+    _pieces.extend([_event] * VOCABULARY)
     uvloop.run(_serve(url, worker_id))
 
 

@@ -81,7 +81,7 @@ class Subscriber:
 
     def _events(self, _subject: str, want: str, payload: bytes, _headers: bytes | None) -> None:
         following, last, credit_bytes, counted = self._next, self.last, self._credit_bytes, 0
-        for tag, _attempt, _choice, number, end, event in self._read(payload):
+        for tag, _attempt, _choice, number, end, event in self._read(want, payload):
             if number is None:
                 continue  # accepted, progress
             if number != following[tag]:

@@ -9,6 +9,7 @@ Source: facts-codec (stream semantics), ours (numbering).
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 import msgspec
 
@@ -91,19 +92,18 @@ class ChatStream:
         self.num_tokens += 1
         return self._head + fragment + self._tail
 
-    def piece(self, token_id: int) -> bytes | None:
-        """The token's text as it stands inside the chunk that `feed` would give, between the two parts of `frame`.
+    @property
+    def pieces(self) -> Sequence[bytes | None] | None:
+        """Texts by token as they stand inside the chunks that `feed` would give, between the two parts of `frame`.
 
-        None when the chunk is not of that form: nothing was taken then, `feed` the token. Whoever receives pieces puts
-        the chunk together: a tenth of the bytes travels.
+        None while the next chunk may be of another form. An entry that is None says: `feed` this token. Whoever makes
+        chunks of pieces tells it with `passed`; the table and the frame hold until the next `feed`.
         """
-        try:
-            fragment = self._fragments[token_id]
-        except IndexError:
-            return None
-        if fragment is not None:
-            self.num_tokens += 1
-        return fragment
+        return self._fragments or None
+
+    def passed(self, num_tokens: int) -> None:
+        """So many tokens became chunks through `pieces`."""
+        self.num_tokens += num_tokens
 
     @property
     def frame(self) -> tuple[bytes, bytes]:

@@ -2,41 +2,63 @@
 
 from __future__ import annotations
 
+import struct
+from typing import Any
+
 import msgspec
 
-# tag, attempt, choice, number, end, event; choice and number are nil in notes
-_Row = tuple[int, int, int | None, int | None, str | bool | None, bytes]
-# the same with frames applied: number None is a note, end "" runs on
+# tag, attempt, choice, number (None: a note), end ("" runs on), the whole event
 Row = tuple[int, int, int, int | None, str, bytes]
+_Frame = tuple[int, int, int, bytes, bytes]  # tag, attempt, choice, head, tail
+
+_COLUMNS = 4  # fields of a row of columns; all others have six
+_decode = msgspec.msgpack.Decoder(list[list[Any]]).decode
 
 
 class BatchReader:
-    """Decodes the batches of one connection. Remembers the frame of every stream until `forget`."""
+    """Decodes the batches of one connection. Remembers frames by owner and handle until their tag is forgotten."""
 
     def __init__(self) -> None:
-        self._decode = msgspec.msgpack.Decoder(list[_Row]).decode
-        self._frames: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        self._frames: dict[str, dict[int, _Frame]] = {}
+        self._places: dict[int, list[tuple[str, int]]] = {}  # tag -> where its frames are
 
-    def read(self, payload: bytes) -> list[Row]:
-        """The events of a batch, whole. A piece whose frame was lost is left out: the gap has it sent again.
+    def read(self, owner: str, payload: bytes) -> list[Row]:
+        """The events of a batch, whole. Pieces whose frame was lost are left out: the gap has them sent again.
 
-        Raises: msgspec.DecodeError.
+        owner: the NATS reply of the message. Raises: msgspec.DecodeError, ValueError.
         """
         rows: list[Row] = []
-        add, frames = rows.append, self._frames
-        for tag, attempt, choice, number, end, event in self._decode(payload):
-            if end is False:
-                frame = frames.get((tag, choice))  # type: ignore[arg-type]  # a piece has a choice
-                if frame is not None:
-                    add((tag, attempt, choice, number, "", frame[0] + event + frame[1]))  # type: ignore[arg-type]
-            elif number is None and end == "frame":
-                head, _, tail = event.partition(b"\0")
-                frames[tag, choice or 0] = head, tail
+        for fields in _decode(payload):
+            if len(fields) == _COLUMNS:
+                self._columns(owner, fields, rows)
+                continue
+            tag, attempt, choice, number, end, event = fields
+            if number is None and end == "frame":
+                self._frame(owner, tag, attempt, choice, event)
             else:
-                add((tag, attempt, choice or 0, number, end or "", event))  # type: ignore[arg-type]
+                rows.append((tag, attempt, choice or 0, number, end or "", event))
         return rows
 
-    def forget(self, tag: int, num_choices: int) -> None:
+    def _frame(self, owner: str, tag: int, attempt: int, choice: int, event: bytes) -> None:
+        (handle,) = struct.unpack_from("<Q", event)
+        head, _, tail = event[8:].partition(b"\0")
+        self._frames.setdefault(owner, {})[handle] = tag, attempt, choice, head, tail
+        self._places.setdefault(tag, []).append((owner, handle))
+
+    def _columns(self, owner: str, fields: list[bytes], rows: list[Row]) -> None:
+        frames = self._frames.get(owner, {})
+        handles, numbers, sizes, pieces = fields
+        columns = (memoryview(handles).cast("Q"), memoryview(numbers).cast("I"), memoryview(sizes).cast("H"))
+        at, add = 0, rows.append
+        for handle, number, size in zip(*columns, strict=True):
+            end = at + size
+            frame = frames.get(handle)
+            if frame is not None:
+                tag, attempt, choice, head, tail = frame
+                add((tag, attempt, choice, number, "", head + pieces[at:end] + tail))
+            at = end
+
+    def forget(self, tag: int) -> None:
         """No more events of this tag."""
-        for choice in range(num_choices):
-            self._frames.pop((tag, choice), None)
+        for owner, handle in self._places.pop(tag, ()):
+            self._frames[owner].pop(handle, None)

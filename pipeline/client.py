@@ -270,7 +270,7 @@ class Client:
         """No more events for this stream."""
         self._streams.pop(str(stream.tag), None)
         self._tags.pop(stream.tag, None)
-        self._batches.forget(stream.tag, stream.num_choices)
+        self._batches.forget(stream.tag)
 
     async def _store(self, subject: str, data: bytes, headers: bytes) -> None:
         """Publish to intake until the broker has acknowledged it."""
@@ -326,7 +326,7 @@ class Client:
         if payload.startswith(b"{"):
             self._unknown(json.loads(payload)["event"])
             return
-        for tag, attempt, choice, number, end, body in self._batches.read(payload):
+        for tag, attempt, choice, number, end, body in self._batches.read(reply, payload):
             stream = self._tags.get(tag)
             if stream is not None:
                 stream.take(Event(body, number, attempt, choice, end), reply)

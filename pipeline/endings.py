@@ -14,7 +14,8 @@ from pipeline.metrics import count
 from pipeline.owner import EndStream
 from pipeline.request import Request
 from pipeline.stage import CodecStage, TokenStream
-from pipeline.streams import MAX_WINDOW_BYTES, Ending, Stream, StreamTable
+from pipeline.stream import MAX_WINDOW_BYTES, Ending, Stream
+from pipeline.streams import StreamTable
 
 
 class NoTokens:
@@ -27,11 +28,11 @@ class NoTokens:
         """Never called. Raises: AssertionError."""
         raise AssertionError(f"token {token} for a request that never started")
 
-    def piece(self, _token: int) -> bytes | None:
-        """See TokenStream."""
-        return None
-
+    pieces = None
     frame = (b"", b"")
+
+    def passed(self, num_tokens: int) -> None:
+        """See TokenStream."""
 
     def finish(self, reason: str, _plan: Plan, num_tokens: int) -> bytes:
         """See TokenStream."""
@@ -128,6 +129,8 @@ def timeline(request: Request, worker: str) -> list[Span]:
     """The spans that stages reported, and the owner's own of decode and parse."""
     now_ns = time.time_ns()
     spans = dict(request.spans)
+    for stream in request.streams:
+        stream.recall()
     if "prefill" in spans:
         decode = request.machine.holders.get("decode")
         if decode is not None and "transfer" in spans:

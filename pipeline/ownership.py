@@ -73,7 +73,8 @@ from pipeline.owner import (
 )
 from pipeline.request import Head, Request
 from pipeline.stage import CodecStage
-from pipeline.streams import Stream, StreamTable
+from pipeline.stream import Stream
+from pipeline.streams import StreamTable
 from pipeline.subscribers import Subscribers
 from pipeline.timers import Timers
 from pipeline.wants import Wants

@@ -11,7 +11,7 @@ from pipeline.events import Plan, Span
 from pipeline.jetstream import NS, Delivery
 from pipeline.owner import Owner
 from pipeline.stage import Encoding
-from pipeline.streams import Stream
+from pipeline.stream import Stream
 from pipeline.topology import Limits
 
 PROTOCOLS = ("chat_completions", "responses", "messages", "completions")

@@ -7,7 +7,7 @@ stream    `open(...)` gives one choice's parser, fed token by token: parse
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -122,11 +122,17 @@ class TokenStream(Protocol):
         """The one event (JSON) that this token caused, or None."""
         ...
 
-    def piece(self, token: int) -> bytes | None:
-        """The varying part of the event that `feed` would give, which is then `frame[0] + piece + frame[1]`.
+    @property
+    def pieces(self) -> Sequence[bytes | None] | None:
+        """By token, the varying part of the event that `feed` would give, which is then frame[0] + piece + frame[1].
 
-        None when it is not of that form: nothing was taken then, and the token is to be fed.
+        None while the next event may be of another form; an entry that is None says: feed this token. The table and
+        the frame hold until the next `feed`; the same table serves many streams.
         """
+        ...
+
+    def passed(self, num_tokens: int) -> None:
+        """So many tokens became events through `pieces`, without being fed."""
         ...
 
     @property

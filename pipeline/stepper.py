@@ -54,7 +54,17 @@ class Stepper:
         elif not self._scheduled and not self._closed:
             self._scheduled = True
             if not self._stepping:
-                self._loop.call_soon(self._tick)
+                self._begin()
+
+    def _begin(self) -> None:
+        """An idle engine that does not pretend to take time steps at once: its result leaves in the caller's tick.
+
+        The step after it waits for its turn of the loop, so that one that always has work starves nobody.
+        """
+        if self._engine.pace_s > 0:
+            self._loop.call_soon(self._tick)
+        else:
+            self._tick()
 
     def close(self) -> None:
         """Stop stepping. A step under way is finished first."""

@@ -17,7 +17,8 @@ from pipeline.delivery import Subscriber, note_body
 from pipeline.errors import RequestError
 from pipeline.metrics import count
 from pipeline.request import Request
-from pipeline.streams import MAX_WINDOW_BYTES, StreamTable
+from pipeline.stream import MAX_WINDOW_BYTES
+from pipeline.streams import StreamTable
 from pipeline.subscribers import Subscribers
 
 
@@ -95,6 +96,7 @@ class Wants:
         window_bytes = min(want.window_bytes, MAX_WINDOW_BYTES)
         before, request.wanted = request.wanted, tuple(numbers)
         for index, stream in enumerate(request.streams):
+            stream.recall()
             following = numbers[index]
             stuck = index < len(before) and before[index] == following < stream.n
             prefix = out.prefix(request.tag, request.machine.attempt, stream.choice)

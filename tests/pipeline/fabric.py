@@ -173,10 +173,11 @@ class Echo:
         self.stopped = token == self._stop_at
         return b'{"token":%d}' % token
 
+    pieces = None
     frame = (b"", b"")
 
-    def piece(self, token: int) -> bytes | None:
-        return None
+    def passed(self, num_tokens: int) -> None:
+        """See TokenStream."""
 
     def finish(self, reason: str, plan: Plan, num_tokens: int) -> bytes:
         return json.dumps({"reason": reason, "hit": plan.hit_tokens, "tokens": num_tokens}).encode()

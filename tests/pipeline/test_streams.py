@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import streams as module
+from pipeline import stream as module
 from pipeline.delivery import BatchSubscriber, Subscriber
 from pipeline.events import FinishReason, Plan
 from pipeline.metrics import counters
 from pipeline.outbox import Outbox, TokenRow
-from pipeline.streams import Ending, Stream, StreamTable
+from pipeline.stream import Ending, Stream
+from pipeline.streams import StreamTable
 from pipeline.wire import AckKind, decode_acks, encode_frame
 
 PLAN = Plan(611, 512, 384, 256, 17)
@@ -39,10 +40,11 @@ class Letters:
         self.stopped = token == STOP_TOKEN
         return None if token % 5 == 0 else b'{"t":%d,"s":%d}' % (token, self._sum)
 
+    pieces = None
     frame = (b"", b"")
 
-    def piece(self, token: int) -> bytes | None:
-        return None
+    def passed(self, num_tokens: int) -> None:
+        """See TokenStream."""
 
     def finish(self, reason: str, plan: Plan, num_tokens: int) -> bytes:
         return orjson.dumps({"finish": reason, "prompt": plan.prompt_tokens, "tokens": num_tokens})
