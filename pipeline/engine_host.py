@@ -41,6 +41,7 @@ class EngineHost:
         self.limits = bus.topology.limits
         self.offers = Offers(bus)
         self.draining = False
+        self._loop = asyncio.get_running_loop()
         self._stage: EngineStage
         self._tombstones = Tombstones(self.limits.tombstone_s)
         topology = bus.topology
@@ -119,7 +120,10 @@ class EngineHost:
         answer = stopping if self.draining else self._submit(event)
         if answer.outcome not in (Outcome.ACCEPTED, Outcome.QUEUED):
             self._tombstones.give_back(env.rid, env.attempt)
-        self.answer(event, answer)
+            self.answer(event, answer)
+        else:
+            # after what the request itself waits for, if that is there already: it leaves before this is even encoded
+            self._loop.call_soon(self.answer, event, answer)
 
     def _submit(self, event: Any) -> Answer:
         try:
@@ -133,6 +137,13 @@ class EngineHost:
     def answer(self, event: Any, answer: Answer) -> None:
         """Tell sender and owner at once what becomes of offered work."""
         env: Envelope = self._stage.envelope(event)
+        # `busy` is the sender's to resolve; the owner hears of it only when nobody took the work
+        to_owner = not answer.owner_knows and (event.sender == env.owner or answer.outcome is not Outcome.BUSY)
+        receivers = {event.sender} if not answer.sender_knows else set()
+        if to_owner:
+            receivers.add(env.owner)
+        if not receivers:
+            return
         message = encode(
             Accepted(
                 env.rid,
@@ -147,14 +158,16 @@ class EngineHost:
                 plan=answer.plan,
             )
         )
-        self.bus.tell(self._control_subject(event.sender), message)
-        # `busy` is the sender's to resolve; the owner hears of it only when nobody took the work
-        if event.sender != env.owner and answer.outcome is not Outcome.BUSY:
-            self.bus.tell(self._control_subject(env.owner), message)
+        for receiver in receivers:
+            self.bus.tell(self._control_subject(receiver), message)
 
     def tell(self, worker: str, message: Struct) -> None:
         """A control message to one worker."""
         self.bus.tell(self._control_subject(worker), encode(message))
+
+    def afterwards(self, call: Callable[[], None]) -> None:
+        """Call once what was published in this tick is on its way: for notes that no request waits for."""
+        self._loop.call_soon(call)
 
     def _send_frame(self, owner: str, frame: bytes) -> bool:
         subject = self._token_subjects.get(owner)

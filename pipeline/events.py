@@ -16,7 +16,6 @@ import msgspec
 ENVELOPE_VERSION = 1
 
 
-
 class Outcome(StrEnum):
     """A receiver's immediate answer to work that was offered to it."""
 
@@ -352,6 +351,4 @@ OTHER_FORMATS: dict[str, str] = {
     "Fence": "empty; its PubAck sequence is the attempt number",
 }
 
-Control = (
-    Accepted | PrefillNoted | KVTransferred | HandoffEnded | StageFailed | Cancelled | Find | Found
-)
+Control = Accepted | PrefillNoted | KVTransferred | HandoffEnded | StageFailed | Cancelled | Find | Found

@@ -231,18 +231,7 @@ class Forget:
 
 
 Action = (
-    Arm
-    | Disarm
-    | AskFind
-    | AskFence
-    | Encode
-    | Dispatch
-    | Cancel
-    | Restart
-    | Progress
-    | EndStream
-    | AckIntake
-    | Forget
+    Arm | Disarm | AskFind | AskFence | Encode | Dispatch | Cancel | Restart | Progress | EndStream | AckIntake | Forget
 )
 
 

@@ -137,10 +137,7 @@ class PlainRows:
         except IndexError:  # no token of this vocabulary: whose it is, the slow way tells
             plain[:] = False
             return
-        rows = slots[plain]
-        if len(np.unique(rows)) != len(rows):  # a stream twice in one frame: its second row is not in order yet
-            plain[:] = False
-            return
+        rows = slots[plain]  # a row that stands twice in a frame is taken twice, which changes nothing
         if None in pieces:
             has = np.fromiter((piece is not None for piece in pieces), bool, len(pieces))
             plain[np.flatnonzero(plain)[~has]] = False

@@ -26,12 +26,17 @@ class RequestStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An engine's immediate answer to offered work."""
+    """An engine's immediate answer to offered work.
+
+    owner_knows, sender_knows: what has just been told to them says it already.
+    """
 
     outcome: Outcome
     reason: str = ""
     retry_after_s: float = 0.0
     plan: Plan | None = None
+    owner_knows: bool = False
+    sender_knows: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

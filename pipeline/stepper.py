@@ -63,8 +63,12 @@ class Stepper:
         """
         if self._engine.pace_s > 0:
             self._loop.call_soon(self._tick)
-        else:
+            return
+        try:
             self._tick()
+        except Exception as error:
+            # a bug of whoever hears of the step is not one of whoever brought the work (house rule 5)
+            self._loop.call_exception_handler({"message": "a step's result was not taken", "exception": error})
 
     def close(self) -> None:
         """Stop stepping. A step under way is finished first."""

@@ -27,9 +27,7 @@ def _forget(handles: array[int]) -> bytes:
 class StreamTable:
     """All streams that this owner process issued handles for."""
 
-    def __init__(
-        self, owner: str, publish: Callable[[str, bytes, str], object], *, resend_after_s: float
-    ) -> None:
+    def __init__(self, owner: str, publish: Callable[[str, bytes, str], object], *, resend_after_s: float) -> None:
         """publish(subject, payload, reply): on the control connection."""
         self._owner = owner
         self._publish = publish

@@ -358,7 +358,6 @@ class Transfer:
         task.add_done_callback(self._tasks.discard)
 
 
-
 _SAYS = {
     DecodeAction.SAY_OK: Answer(Outcome.ACCEPTED),
     DecodeAction.SAY_LATER: Answer(Outcome.QUEUED),
