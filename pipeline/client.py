@@ -24,6 +24,10 @@ from pipeline.headers import format_headers, parse_headers
 from pipeline.topology import Topology
 
 WINDOW_BYTES = 1 << 20  # credit given with every Want. Source: facts-bus 11.8
+# A request that was accepted ends within 5 s of its deadline, and says so every 5 s before its first token; a resumed
+# one is found by its new owner after the broker's ack_wait. What is silent for longer is lost. Source: ours
+SILENCE_PAST_DEADLINE_S = 15.0
+RESUME_SILENCE_S = 60.0
 _PUBLISH_TRIES = 4  # with one Msg-Id: the broker drops what it has already
 _ACK_TIMEOUT_S = 2.0
 # Ends of a whole request. One that ends so before it was encoded has one stream, however many choices it asked for.
@@ -75,7 +79,9 @@ class Stream:
     _queue: asyncio.Queue[Event | Exception | None] = field(default_factory=asyncio.Queue)
     _attempt: int = 0
     _ended: set[int] = field(default_factory=set)
-    _unacknowledged_bytes: int = 0
+    silence_s: float = RESUME_SILENCE_S  # after so much of it the stream is lost
+    _queued_bytes: int = 0  # arrived and not yet read: no credit is given for them
+    _read_bytes: int = 0  # since the last Want
     _gap_told_at: float = 0.0
     heard_at: float = field(default_factory=time.monotonic)
 
@@ -91,7 +97,21 @@ class Stream:
         while (event := await self._queue.get()) is not None:
             if isinstance(event, Exception):
                 raise event
+            self._read(event)
             yield event
+
+    @property
+    def window_bytes(self) -> int:
+        """Credit: what a whole window has left beside the events that wait to be read."""
+        return max(WINDOW_BYTES - self._queued_bytes, 1)
+
+    def _read(self, event: Event) -> None:
+        if event.number is None:
+            return
+        self._queued_bytes -= len(event.body)
+        self._read_bytes += len(event.body)
+        if self._read_bytes > WINDOW_BYTES // 2 and not self.ended:
+            self.want()
 
     def take(self, event: Event, want_subject: str) -> None:
         """An event from the bus: passed on if it is the next one, asked for again if one is missing."""
@@ -118,7 +138,7 @@ class Stream:
     def _next(self, event: Event) -> None:
         self._attempt = event.attempt
         self.following[event.choice] += 1
-        self._unacknowledged_bytes += len(event.body)
+        self._queued_bytes += len(event.body)
         self._queue.put_nowait(event)
         if event.end:
             self._ended.add(event.choice)
@@ -130,8 +150,6 @@ class Stream:
             self.want()
             self._queue.put_nowait(None)
             self.client.forget(self)
-        elif self._unacknowledged_bytes > WINDOW_BYTES // 2:
-            self.want()
 
     def _gap(self) -> None:
         now = time.monotonic()
@@ -141,7 +159,7 @@ class Stream:
 
     def want(self, *, resend: bool = False) -> None:
         """Acknowledge, give credit, and (resend) ask for everything from the next event on."""
-        self._unacknowledged_bytes = 0
+        self._read_bytes = 0
         self.client.want(self, resend=resend)
 
     def fail(self, error: Exception) -> None:
@@ -220,6 +238,7 @@ class Client:
             "Tm-Reply": stream.reply,
             "Tm-Window": str(WINDOW_BYTES),
         }
+        stream.silence_s = (timeout_s or self.limits.default_timeout_s) + SILENCE_PAST_DEADLINE_S
         if timeout_s is not None:
             headers["Tm-Timeout"] = repr(timeout_s)
         if timeline:
@@ -355,7 +374,7 @@ class Client:
         want = {
             "rid": stream.rid,
             "next": stream.following,
-            "window_bytes": WINDOW_BYTES,
+            "window_bytes": stream.window_bytes,
             "reply": stream.reply,
             "resend": resend,
             "tag": stream.tag if self._batch else -1,
@@ -374,7 +393,9 @@ class Client:
             now = time.monotonic()
             for stream in list(self._streams.values()):
                 silent_s = now - stream.heard_at
-                if silent_s > self.limits.want_renew_s:
+                if silent_s > stream.silence_s:
+                    stream.fail(StreamLostError(f"nothing was heard of {stream.rid} for {silent_s:.0f} s"))
+                elif silent_s > self.limits.want_renew_s:
                     self.want_anyone(stream)
                 else:
                     stream.want()

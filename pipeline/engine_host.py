@@ -120,10 +120,7 @@ class EngineHost:
         answer = stopping if self.draining else self._submit(event)
         if answer.outcome not in (Outcome.ACCEPTED, Outcome.QUEUED):
             self._tombstones.give_back(env.rid, env.attempt)
-            self.answer(event, answer)
-        else:
-            # after what the request itself waits for, if that is there already: it leaves before this is even encoded
-            self._loop.call_soon(self.answer, event, answer)
+        self.answer(event, answer)
 
     def _submit(self, event: Any) -> Answer:
         try:
@@ -135,13 +132,14 @@ class EngineHost:
             return Answer(Outcome.BUSY, "the stage failed to take it")
 
     def answer(self, event: Any, answer: Answer) -> None:
-        """Tell sender and owner at once what becomes of offered work."""
+        """Tell sender and owner what becomes of offered work: at once, but after what the request itself waits for."""
+        self._loop.call_soon(self._tell_answer, event, answer)
+
+    def _tell_answer(self, event: Any, answer: Answer) -> None:
         env: Envelope = self._stage.envelope(event)
         # `busy` is the sender's to resolve; the owner hears of it only when nobody took the work
-        to_owner = not answer.owner_knows and (event.sender == env.owner or answer.outcome is not Outcome.BUSY)
-        receivers = {event.sender} if not answer.sender_knows else set()
-        if to_owner:
-            receivers.add(env.owner)
+        to_owner = event.sender != env.owner and answer.outcome is not Outcome.BUSY and not answer.owner_knows
+        receivers = [event.sender] * (not answer.sender_knows) + [env.owner] * to_owner
         if not receivers:
             return
         message = encode(

@@ -40,6 +40,7 @@ class LookupHop:
         self._offers = Offers(bus)
         self._tombstones = Tombstones(bus.topology.limits.tombstone_s)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
         topology = bus.topology
         self._subscriptions = [bus.subscribe(topology.subject("encoded"), self._event, group=topology.group("encoded"))]
         bus.subscribe(topology.named("encoded", bus.worker), self._event)
@@ -79,12 +80,12 @@ class LookupHop:
         if not self._tombstones.take(env.rid, env.attempt):
             self._answer(event, Outcome.DUPLICATE)
             return
-        # the engine first: the answer leaves in the same tick, and the request need not wait for it
+        # the engine first: the request need not wait for an answer to be encoded and sent
         task = eager.start(self._match(event, start_ns))
         if task is not None:  # else the owner has been told already why it is not in hand
-            self._answer(event, Outcome.ACCEPTED)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            self._loop.call_soon(self._answer, event, Outcome.ACCEPTED)
 
     async def _match(self, event: PromptEncoded, start_ns: int) -> None:
         env = event.env

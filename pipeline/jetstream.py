@@ -57,6 +57,10 @@ async def ensure(bus: Bus) -> None:
         await _ensure_stream(bus, stream)
     for consumer in bus.topology.consumers.values():
         await ensure_consumer(bus, consumer)
+    try:
+        await fence(bus)
+    except TransientError as error:
+        raise SetupError(f"the broker does not store what is published to it: {error}") from error
 
 
 def _stream_config(spec: StreamSpec) -> dict[str, Any]:

@@ -200,7 +200,6 @@ class Ownership:
         request.spans["intake"] = Span("intake", self.worker, request.delivery.time_ns, request.started_ns)
         self.requests[request.rid] = request
         count("requests_taken")
-        request.subscriber.note(request.tag, 0, note_body("request_accepted", rid=request.rid, owner=self.worker))
         actions = machine.on(Started(request.delivery.num_delivered))
         # what is over before it began costs nothing: its start is not carried out
         if self._cancelled.pop((request.head.tenant, request.rid), None) is not None:
@@ -208,6 +207,8 @@ class Ownership:
         elif remaining_s <= 0:
             actions = machine.on(TimedOut(Timer.DEADLINE))
         self._run(request, actions)
+        # after what the request waits for; it carries no number, so it may come as late as it likes
+        request.subscriber.note(request.tag, 0, note_body("request_accepted", rid=request.rid, owner=self.worker))
 
     # --- signals and actions
 
@@ -268,7 +269,7 @@ class Ownership:
 
     def _ack_intake(self, request: Request, _action: AckIntake) -> None:
         self._endings.settle(request)
-        self.bus.publish(request.delivery.ack, b"+ACK")
+        self.bus.tell(request.delivery.ack, b"+ACK")  # on that connection it holds up no other request
         if request.uses_blob:
             self._spawn(blob.purge(self.bus, request.head.tenant, request.rid))
         self._forget(request, Forget())

@@ -39,14 +39,15 @@ class Decode:
         """Stop stepping."""
         self._stepper.close()
 
-    def begin(self, seq: Sequence, leases: list[Lease], handle: int, owner: str, note: bytes) -> None:
-        """Decode a sequence. `note` (KVTransferred) is repeated with its end until acknowledged."""
-        entry = self.host.outbox.open(handle, owner, seq.rid, 0, note)
+    def begin(self, seq: Sequence, leases: list[Lease], handle: int, owner: str) -> Entry:
+        """Decode a sequence, the first step perhaps at once. The caller gives the entry its note."""
+        entry = self.host.outbox.open(handle, owner, seq.rid, 0)
         entry.tokens.extend(seq.output)  # position 0: prefill has sent it, but only we can repeat it later
         job = DecodeJob(seq, entry, leases)
         self._jobs[id(entry)] = job
         self.engine.submit(job)
         self._stepper.wake()
+        return entry
 
     def cancel(self, rid: str, attempt: int) -> None:
         """Attempts up to this one (-1 = all) leave the batch before the next step."""

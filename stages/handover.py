@@ -17,6 +17,7 @@ from kv.transfer import to_wire
 from pipeline import eager
 from pipeline.engine_host import EngineHost
 from pipeline.events import (
+    Accepted,
     Envelope,
     HandoffEnded,
     KVOffer,
@@ -106,6 +107,12 @@ class Sender:
         handover = self._open.get((message.rid, message.attempt))
         if handover is None:
             return
+        handoff = handover.handoff
+        if handoff is not None and message.lease == handoff.current:
+            # read within the tick in which the offer came: then this note is also the answer to it
+            taken = Outcome.DUPLICATE
+            accepted = Accepted(message.rid, message.attempt, STAGE, message.worker, 0, taken, handover.env.owner)
+            self._host.offers.answered(accepted)
         if message.reason:
             count("handoffs_failed")
             log.warning("handoff failed", rid=message.rid, reason=message.reason, decode=message.worker)

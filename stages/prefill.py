@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,9 @@ class Prefill:
             self._spawn(self._fetch_ids(taken))
         else:
             self._begin(taken, prompt.ids)
-        return Answer(Outcome.ACCEPTED, plan=taken.plan)
+        # an engine that was idle may be done already, and its note or its failure has told the owner more
+        told = taken.entry is not None or taken.job.key not in self._prompts
+        return Answer(Outcome.ACCEPTED, plan=taken.plan, owner_knows=told)
 
     def repeat(self, event: PrefixMatched) -> Answer:
         """See EngineStage."""
@@ -134,7 +137,9 @@ class Prefill:
     def cancel(self, rid: str, attempt: int) -> None:
         """See EngineStage."""
         for key in [key for key in self._prompts if key[0] == rid and (attempt < 0 or key[1] <= attempt)]:
-            taken = self._prompts[key]
+            taken = self._prompts.get(key)
+            if taken is None:
+                continue  # it left with a step that the one before it caused
             if taken.handover is not None:
                 self._sender.cancel(taken.handover)
             else:
@@ -280,10 +285,10 @@ class Prefill:
         note = PrefillNoted(env.rid, env.attempt, taken.plan, decode, spans, self.host.worker, self.host.epoch)
         repeated = encode(note) if finish else b""
         taken.entry = self.host.outbox.open(env.handles[seq.choice], env.owner, env.rid, 0, repeated)
-        self.host.outbox.push([TokenRow(taken.entry, 0, (job.first_token,), finish)])
         if not finish:
             taken.handover = self._sender.hand_over(self._offer(taken), decode, self.card)
-        self.host.tell(env.owner, note)
+        self.host.outbox.push([TokenRow(taken.entry, 0, (job.first_token,), finish)])
+        self.host.afterwards(partial(self.host.tell, env.owner, note))
         if finish:
             self._release(taken)
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,11 @@ class Transfer:
         reading = _Reading(event, offer, DecodeHandoff(offer.epoch))
         if not self._queue and self._reserve(reading):
             self._readings[reading.key] = reading
-            return self._carry_out(reading, reading.handoff.on(DecodeInput.ADMIT))
+            answer = self._carry_out(reading, reading.handoff.on(DecodeInput.ADMIT))
+            if reading.key in self._readings:
+                return answer
+            # read (or failed) at once: the notes that say so, say that it was taken
+            return Answer(answer.outcome, owner_knows=True, sender_knows=True)
         if len(self._queue) >= MAX_QUEUED_OFFERS:
             return Answer(Outcome.BUSY, "the offer queue is full", retry_after_s=0.1)
         self._readings[reading.key] = reading
@@ -222,8 +227,10 @@ class Transfer:
                     self._spawn(self._read(reading))
                 case DecodeAction.FREE:
                     self._free(reading)
-                case DecodeAction.NOTE_RELEASED:
+                case DecodeAction.NOTE_RELEASED if DecodeAction.DECODE not in actions:
                     self._note(reading, "")
+                case DecodeAction.NOTE_RELEASED:
+                    pass  # part of DECODE: the request waits for the first step and not for the note
                 case DecodeAction.NOTE_FAILED:
                     self._failed(reading)
                 case DecodeAction.DECODE:
@@ -269,19 +276,7 @@ class Transfer:
     def _begin_decode(self, reading: _Reading) -> None:
         event, env = reading.event, reading.event.env
         self._seal(reading)
-        read = reading.result
-        note = KVTransferred(
-            env.rid,
-            env.attempt,
-            self.host.worker,
-            self.host.epoch,
-            read.num_bytes,
-            read.num_blocks_read,
-            read.num_blocks_had,
-            self._spans(reading),
-            event.plan,
-        )
-        self.host.tell(env.owner, note)
+        spans = self._spans(reading)
         del self._readings[reading.key]
         plan = event.plan
         seq = Sequence(
@@ -304,7 +299,26 @@ class Transfer:
             sampling=sampling_params(event.sampling),
             output=[event.first_tokens[0]],
         )
-        self.decode.begin(seq, reading.leases, env.handles[0], env.owner, encode(note))
+        entry = self.decode.begin(seq, reading.leases, env.handles[0], env.owner)
+        self.host.afterwards(partial(self._tell_transferred, reading, spans, entry))
+
+    def _tell_transferred(self, reading: _Reading, spans: tuple[Span, ...], entry: Entry) -> None:
+        """Both ends hear that the KV is here; the owner once more with the end, until it acknowledges that."""
+        event, env, read = reading.event, reading.event.env, reading.result
+        note = KVTransferred(
+            env.rid,
+            env.attempt,
+            self.host.worker,
+            self.host.epoch,
+            read.num_bytes,
+            read.num_blocks_read,
+            read.num_blocks_had,
+            spans,
+            event.plan,
+        )
+        entry.note = encode(note)
+        self.host.tell(env.owner, note)
+        self._note(reading, "")
 
     def _seal(self, reading: _Reading) -> None:
         """Full blocks may be hit by the next handoff of the same prefix."""

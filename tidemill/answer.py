@@ -103,4 +103,3 @@ def timeline(spans: list[dict[str, Any]]) -> str:
         label = f"{span['stage']:<9} {span['worker']:<12} {start / 1e6:>9.2f} {end / 1e6:>9.2f}"
         lines.append(f"{label}  |{bar:<{_BAR + 1}}| {span['note']}\n")
     return "".join(lines)
-

@@ -197,5 +197,3 @@ def _describe(request: dict[str, Any]) -> str:
     messages = request.get("messages", [])
     roles = ", ".join(message.get("role", "?") for message in messages)
     return f"{len(request.get('tools', []))} tools, {len(messages)} messages ({roles})"
-
-

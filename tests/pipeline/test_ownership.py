@@ -486,8 +486,10 @@ async def test_a_delivery_that_repeats_leaves_the_request_where_it_is(server: Em
         world.bus.publish(env.intake_ack, b"-NAK")
         either = (owner.ownership, other.ownership)
         await eventually(
-            lambda: any(".2." in o.requests[env.rid].delivery.ack for o in either if env.rid in o.requests)
-            or any(isinstance(m, Find) for m in world.everyone.controls)
+            lambda: (
+                any(".2." in o.requests[env.rid].delivery.ack for o in either if env.rid in o.requests)
+                or any(isinstance(m, Find) for m in world.everyone.controls)
+            )
         )
         await eventually(lambda: sum(env.rid in o.requests for o in either) == 1, "one owner")
         assert len(world.prompts.payloads) == 1
