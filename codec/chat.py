@@ -72,15 +72,6 @@ class ChatStream:
         """Tokens of the reasoning, its closing token not counted."""
         return self.num_tokens if self._in_reasoning else self._reasoning_tokens
 
-    def usage(self, prompt_tokens: int, cached_tokens: int) -> Usage:
-        """The usage of a request whose only choice this is."""
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            completion_tokens=self.num_tokens,
-            reasoning_tokens=self.reasoning_tokens,
-        )
-
     def feed(self, token_id: int) -> bytes | None:
         """The chunk that this token caused, None when it caused none. Raises ValueError for a foreign id."""
         try:

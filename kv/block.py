@@ -48,11 +48,6 @@ def root_of(fingerprint: str, layout_digest: bytes, salt_: bytes) -> bytes:
     return blake2b(_pack((fingerprint.encode(), layout_digest, salt_)), digest_size=KEY_BYTES).digest()
 
 
-def root_key(fingerprint: str, layout_digest: bytes, tenant: str, user: str, secret: bytes) -> bytes:
-    """`root_of` with the `salt` of that tenant and user: 16 bytes."""
-    return root_of(fingerprint, layout_digest, salt(tenant, user, secret))
-
-
 def chain_keys(root: bytes, ids: NDArray[np.uint32], images: Mapping[int, bytes] | None = None) -> bytes:
     """Keys of the whole blocks of a prompt: [n // 128] times 16 bytes; the tail below 128 tokens has none.
 

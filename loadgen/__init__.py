@@ -1,1 +1,1 @@
-"""Load generation: traces, replay and reports. Comes with the balance issue; the folder keeps its place."""
+"""Load generation: traces, replay and reports. Comes in a later version; the folder keeps its place."""

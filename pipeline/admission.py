@@ -50,8 +50,9 @@ class Admission:
             owners = max(1, len(self._membership.fresh("codec")))
             free = [sum(b.free_slots for b in self._membership.fresh(role)) for role in ("prefill", "decode")]
             room = min(free) // owners + limits.waiting_requests - waiting_requests
+        # half for each class: a standing pull of one that is idle must not keep the other waiting
         for intake in self._intakes:
-            intake.top_up(room)
+            intake.top_up(max(room, 0) // len(self._intakes))
 
     def stop(self) -> None:
         """Ask for nothing more; what still arrives is given back at once."""
@@ -75,6 +76,13 @@ class Admission:
             self._bus.publish(ack, b"+TERM")
             return
         self._take(head, parse_ack(ack), payload)
+
+    def refuse(self, head: Head, error: RequestError) -> None:
+        """Answer a request that cannot be taken with a named error."""
+        failure = self._codec.failure(head.protocol, error.code, error.message, error.param)
+        subscriber = self._subscribers.get(head.reply, head.tag)
+        subscriber.event(subscriber.prefix(head.tag, 0, 0), 0, failure, error.code)
+        subscriber.flush()
 
     def _refuse(self, headers: dict[str, str], reply: str, error: RequestError) -> None:
         count("requests_malformed")

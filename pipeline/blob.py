@@ -11,6 +11,8 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+import nats.errors
+
 from pipeline.bus import Bus
 from pipeline.errors import ErrorCode, RequestError, TransientError
 
@@ -103,7 +105,7 @@ async def _get_part(bus: Bus, tenant: str, rid: str, ref: BlobRef, index: int) -
         raise TransientError(f"blob part {index} of {ref.name} not read: not connected")
     try:
         answer = await bus.control.request(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", timeout=5.0)
-    except Exception as error:
+    except (nats.errors.Error, TimeoutError, OSError) as error:
         raise TransientError(f"blob part {index} of {ref.name} not read: {error}") from error
     if answer.headers and answer.headers.get("Status") == "404":
         raise RequestError(ErrorCode.INVALID_REQUEST, f"blob {ref.name}: part {index} of {ref.num_parts} is missing")

@@ -1,7 +1,8 @@
 """The bus of one worker: two NATS connections, callbacks only.
 
-`data` carries requests, frames and events; `control` carries answers, cancels, beacons and the JetStream API, so
-that a cancel never queues behind tokens. Source: facts-bus 4.3, 6, 10, 11.1.
+`data` carries requests, frames and events, and with them the pulls, in-progress signs and acknowledgements of intake;
+`control` carries answers, cancels, beacons and the calls of the JetStream API, so that a cancel never queues behind
+tokens. Source: facts-bus 4.3, 6, 10, 11.1.
 
 Publishing while disconnected is refused and counted, never buffered: whoever published has a timer that repeats
 what matters, and a buffered message would reach peers that have not subscribed again yet (facts-bus 8.1).
@@ -71,8 +72,9 @@ class Bus:
         """
         data = make_client(fast)
         bus = cls(worker, topology, data, data if single else make_client(fast))
-        # answers and notes may come a socket write later; the request that caused them should not
-        bus.control.lazy = not single
+        if not single:
+            # answers and notes may come a socket write later; the request that caused them should not
+            bus.control.after = bus.data
         try:
             async with asyncio.timeout(timeout_s):
                 await bus._open(bus.data, list(urls), f"{worker}/data", bus._reconnected)
@@ -134,7 +136,7 @@ class Bus:
             try:
                 call()
             except Exception:
-                # the others must pull again and resume all the same (house rule 5)
+                # the others must pull again and resume all the same: a bug of one costs only itself
                 log.exception("a reconnect callback failed")
                 count("reconnect_callbacks_failed")
 

@@ -72,7 +72,7 @@ class Client(nats.aio.client.Client):
     of a nats-py callback); `callback_errors` counts them. The connection lives on.
     """
 
-    lazy = False  # only the fast client can be told to write later
+    after: Client | None = None  # the client whose writes go first (the fast one obeys)
 
     def __init__(self) -> None:
         super().__init__()

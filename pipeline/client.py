@@ -19,7 +19,8 @@ import msgspec
 from pipeline import blob
 from pipeline.batch import BatchReader
 from pipeline.bus import Bus
-from pipeline.errors import HTTP_STATUS, ErrorCode, RequestError, TidemillError, TransientError
+from pipeline.clockwork import every
+from pipeline.errors import ErrorCode, RequestError, TidemillError, TransientError
 from pipeline.headers import format_headers, parse_headers
 from pipeline.topology import Topology
 
@@ -32,7 +33,7 @@ _PUBLISH_TRIES = 4  # with one Msg-Id: the broker drops what it has already
 _ACK_TIMEOUT_S = 2.0
 # Ends of a whole request. One that ends so before it was encoded has one stream, however many choices it asked for.
 _TOLD_ONCE = frozenset({*ErrorCode, "abort"})
-_FULL = (10077, 10122)  # stream or tenant limit reached. Source: nats-server error codes
+_FULL = (10077, 10122)  # stream or tenant limit reached. Source: nats-errors
 
 
 class StreamLostError(TidemillError):
@@ -188,7 +189,7 @@ class Client:
         bus.subscribe(f"{self._inbox}.s.*", self._event)
         bus.subscribe(f"{self._inbox}.batch", self._events)
         bus.on_reconnect(self._resume_all)
-        self._watch = asyncio.get_running_loop().create_task(self._renew())
+        self._watch = asyncio.get_running_loop().create_task(every(self.limits.want_renew_s / 4, self._renew))
 
     @classmethod
     async def connect(
@@ -385,20 +386,17 @@ class Client:
         for stream in self._streams.values():
             stream.want(resend=True)
 
-    async def _renew(self) -> None:
+    def _renew(self) -> None:
         """A Want at least every 10 s; to everyone when a stream has been silent as long."""
-        pause_s = self.limits.want_renew_s / 4
-        while True:
-            await asyncio.sleep(pause_s)
-            now = time.monotonic()
-            for stream in list(self._streams.values()):
-                silent_s = now - stream.heard_at
-                if silent_s > stream.silence_s:
-                    stream.fail(StreamLostError(f"nothing was heard of {stream.rid} for {silent_s:.0f} s"))
-                elif silent_s > self.limits.want_renew_s:
-                    self.want_anyone(stream)
-                else:
-                    stream.want()
+        now = time.monotonic()
+        for stream in list(self._streams.values()):
+            silent_s = now - stream.heard_at
+            if silent_s > stream.silence_s:
+                stream.fail(StreamLostError(f"nothing was heard of {stream.rid} for {silent_s:.0f} s"))
+            elif silent_s > self.limits.want_renew_s:
+                self.want_anyone(stream)
+            else:
+                stream.want()
 
 
 def _choices(body: bytes | Mapping[str, Any]) -> int:
@@ -410,8 +408,3 @@ def _choices(body: bytes | Mapping[str, Any]) -> int:
             return 1
     wanted = body.get("n", 1) if isinstance(body, Mapping) else 1
     return wanted if isinstance(wanted, int) and 1 <= wanted <= 128 else 1
-
-
-def http_status(code: str) -> int:
-    """The HTTP meaning of an error name."""
-    return HTTP_STATUS[ErrorCode(code)]

@@ -1,6 +1,6 @@
 """Whether the code that topics.yaml names is there and has the shape it claims.
 
-Stages are imported by their path, so the fabric needs no import of theirs. Source: ours (house, habits 3 and 4).
+Stages are imported by their path, so the fabric needs no import of theirs. Source: ours.
 """
 
 from __future__ import annotations

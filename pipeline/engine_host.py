@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from pipeline.bus import Bus
+from pipeline.clockwork import every
 from pipeline.events import Accepted, Cancelled, Envelope, HandoffEnded, Outcome, StageFailed, Struct
 from pipeline.membership import Membership
 from pipeline.metrics import count
@@ -69,7 +70,7 @@ class EngineHost:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop`, then refuse new work and finish what is in hand, at most `drain_s`."""
-        tick = asyncio.get_running_loop().create_task(self._ticks())
+        tick = asyncio.get_running_loop().create_task(every(self.limits.repeat_end_s, self._tick))
         await stop.wait()
         self.draining = True
         drained_by = time.monotonic() + self.limits.drain_s
@@ -90,12 +91,10 @@ class EngineHost:
         cut_off = not self.bus.control.is_connected  # then nobody can be heard
         return any(cut_off or self.membership.silent_s(owner) < GONE_S for owner in owners)
 
-    async def _ticks(self) -> None:
-        while True:
-            await asyncio.sleep(self.limits.repeat_end_s)
-            self.outbox.repeat_ends(self.limits.keep_tokens_s, self.limits.repeat_end_s)
-            self._tombstones.sweep()
-            self._stage.tick()
+    def _tick(self) -> None:
+        self.outbox.repeat_ends(self.limits.keep_tokens_s, self.limits.repeat_end_s)
+        self._tombstones.sweep()
+        self._stage.tick()
 
     def is_dead(self, rid: str, attempt: int) -> bool:
         """Whether work for this attempt was cancelled or overtaken."""
@@ -126,7 +125,7 @@ class EngineHost:
         try:
             return self._stage.submit(event)
         except Exception:
-            # a bug in a stage must not look like work in hand (house rule 5)
+            # a bug in a stage must not look like work in hand: this request fails, the worker lives
             log.exception("engine stage failed to take work", stage=self._stage.name)
             count("submits_failed")
             return Answer(Outcome.BUSY, "the stage failed to take it")

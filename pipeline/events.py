@@ -293,15 +293,6 @@ class Found(Struct, frozen=True, tag="Found"):
     num_tokens: int = 0
 
 
-class Want(Struct, frozen=True, tag="Want"):
-    """subscriber -> owner, as decoded from its JSON: acknowledgement, credit, resume and sign of life at once."""
-
-    rid: str
-    next: tuple[int, ...]
-    window_bytes: int
-    reply: str
-
-
 class Beacon(Struct, frozen=True):
     """Any worker -> everyone, 10 per second: who it is, what it serves and how loaded it is.
 
@@ -341,9 +332,11 @@ class IndexChanged(Struct, frozen=True, tag="IndexChanged"):
 
 # Events that are not msgpack structs: what their bytes are. docs/protocol.md describes each.
 OTHER_FORMATS: dict[str, str] = {
+    "VerifiedSequence": "never leaves its process: what stages/decode.py begins with",
     "TokensDecoded": "a binary frame, see pipeline/wire.py",
     "TokensAcknowledged": "binary columns, see pipeline/wire.py",
     "StreamEvent": "JSON {n, a, c, event} or a msgpack batch of them",
+    "Want": "JSON, see pipeline/wants.py",
     "CancelRequested": "JSON {rid}",
     "Ping": "empty; any answer is life",
     "IndexWanted": "empty; answered with an IndexChanged snapshot",

@@ -138,7 +138,6 @@ class FastClient(Client):
         self.listeners: dict[bytes, OnMessage] = {}  # by subscription id, as its digits
         self._ps = FastParser(self)
         self._kicked = False
-        self.lazy = False  # write one turn of the loop later: after what other clients publish in this one
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def connect(  # type: ignore[override]  # as Client.connect
@@ -191,11 +190,19 @@ class FastClient(Client):
     def _kick(self) -> None:
         if not self._kicked and self._loop is not None:
             self._kicked = True
-            self._loop.call_soon(self._flush_next_turn if self.lazy else self._flush_now)
+            self._loop.call_soon(self._flush_now if self.after is None else self._flush_next_turn)
 
     def _flush_next_turn(self) -> None:
         if self._loop is not None:
+            self._loop.call_soon(self._flush_last)
+
+    def _flush_last(self) -> None:
+        """Write, or let the other client write first if it has something in this turn too."""
+        other = self.after
+        if isinstance(other, FastClient) and other._kicked and self._loop is not None:  # noqa: SLF001 -- one of us
             self._loop.call_soon(self._flush_now)
+        else:
+            self._flush_now()
 
     def _flush_now(self) -> None:
         self._kicked = False

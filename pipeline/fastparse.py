@@ -5,7 +5,7 @@ splits the control line once and calls the listener of the subscription directly
 of subscriptions that nats-py itself serves, INFO, -ERR) is left to the coroutine `parse`, in order: bytes behind it
 wait until it is done. The stock parser still judges INFO, -ERR and everything unknown.
 
-Source: facts-bus 0.2, 2.3 (why), the NATS client protocol (MSG, HMSG, PING, PONG, +OK, -ERR, INFO).
+Source: facts-bus 0.2, 2.3 (why), nats-adr (MSG, HMSG, PING, PONG, +OK, -ERR, INFO).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NATS message headers: a status line, then `Name: value` lines. Source: the NATS client protocol (ADR-4)."""
+"""NATS message headers: a status line, then `Name: value` lines. Source: nats-adr (ADR-4)."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import structlog
 
 from pipeline.bus import Bus
+from pipeline.clockwork import ended
 from pipeline.errors import SetupError
 from pipeline.headers import parse_headers
 from pipeline.jetstream import NS, ensure_consumer
@@ -44,6 +45,7 @@ class Intake:
         self._room = 0
         self._stopped = False
         self._heard_at = 0.0
+        self._recreating: asyncio.Task[None] | None = None
         bus.subscribe(f"{self._inbox}.*", self._message)
         bus.on_reconnect(self._start_over)
 
@@ -112,8 +114,8 @@ class Intake:
     def _recreate(self) -> None:
         if self._stopped:
             return
-        task = asyncio.ensure_future(self._ensure_and_pull())
-        task.add_done_callback(lambda done: done.exception())
+        self._recreating = asyncio.get_running_loop().create_task(self._ensure_and_pull())
+        self._recreating.add_done_callback(ended)
 
     async def _ensure_and_pull(self) -> None:
         try:

@@ -1,7 +1,7 @@
 """JetStream as the pipeline needs it: declare streams and consumers, probe, fence. Raw API, no per-message tasks.
 
-Streams are created or compared, never deleted or recreated: recreating one orphans the consumers of every other
-replica (cases: known_faults_serving 49). Source: facts-bus 3.4, 10, 11.
+Streams are created or compared, never deleted or recreated: recreating one deletes its consumers, and every other
+replica that reads through them then waits for messages that never come. Source: facts-bus 3.4, 10, 11.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeline.errors import SetupError, TransientError
 from pipeline.topology import ConsumerSpec, StreamSpec
 
 NS = 1_000_000_000
-_IN_USE = {10058, 10013, 10148, 10105}  # stream, consumer: there already. Source: nats-server error codes
+_IN_USE = {10058, 10013, 10148, 10105}  # stream, consumer: there already. Source: nats-errors
 
 
 @dataclass(frozen=True, slots=True)

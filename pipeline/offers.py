@@ -54,9 +54,6 @@ def _give_up(future: asyncio.Future[Accepted]) -> None:
         future.set_exception(TimeoutError())
 
 
-TAKEN = (Outcome.ACCEPTED, Outcome.QUEUED, Outcome.DUPLICATE)
-
-
 async def first_taker(
     offers: Offers, key: Key, candidates: AsyncIterator[tuple[str, bytes]] | Iterable[tuple[str, bytes]]
 ) -> Accepted | None:

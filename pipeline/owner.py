@@ -2,8 +2,8 @@
 
 One `Owner` exists per request in the codec worker that pulled it. `TABLE` is the whole behaviour: which signal
 is understood in which state, where it may lead, and the function that does it. docs/protocol.md draws it.
-Whatever is lost, doubled, late or dead, `ENDED` is reached at the latest when the deadline passes: the deadline
-timer is armed first and never disarmed.
+Whatever is lost, doubled, late or dead, the terminal event is out when the deadline passes, and `ENDED` is reached
+`end_grace_s` later at the latest: the deadline timer is armed first and disarmed by nothing but the end.
 
 Progress within one attempt is monotone: an answer from a later stage implies all earlier ones, so a lost answer
 costs nothing. Only a new fencing number (`Fenced`) starts another attempt.

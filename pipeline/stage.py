@@ -64,7 +64,6 @@ class Held:
     attempt: int
     stage: str
     owner: str
-    num_tokens: int
 
 
 class EngineStage(Protocol):

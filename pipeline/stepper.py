@@ -66,8 +66,8 @@ class Stepper:
             return
         try:
             self._tick()
-        except Exception as error:
-            # a bug of whoever hears of the step is not one of whoever brought the work (house rule 5)
+        except Exception as error:  # noqa: BLE001 - reported by the loop
+            # a bug of whoever hears of the step is not one of whoever brought the work: the step goes on
             self._loop.call_exception_handler({"message": "a step's result was not taken", "exception": error})
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Stepper:
         try:
             return self._engine.step()
         except Exception as error:
-            # a bug in an engine fails what it runs, never the worker (house rule 5)
+            # a bug in an engine fails what it runs, never the worker
             log.exception("engine step failed")
             self._on_failure(error)
             return None

@@ -158,7 +158,7 @@ class StreamTable:
             self.on_more(stream)
 
     def _parser_failed(self, stream: Stream, error: Exception) -> None:
-        """A bug in a parser fails this stream, never the others of the frame (house rule 5)."""
+        """A bug in a parser fails this stream, never the others of the frame."""
         log.error("parser failed", rid=stream.rid, choice=stream.choice, exc_info=error)
         count("streams_failed")
         stream.give_up()

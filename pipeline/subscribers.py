@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.bus import Bus
 from pipeline.delivery import BatchSubscriber, Subscriber
+from pipeline.errors import RequestError
 from pipeline.request import check_reply
 
 MAX_BATCHES = 10_000  # a new connection makes a new reply; old ones hold nothing between ticks, so all may go
@@ -21,6 +22,13 @@ class Subscribers:
     def check(self, reply: str, tenant: str) -> str:
         """The reply, if this tenant may have events sent there. Raises: RequestError(invalid_request)."""
         return check_reply(reply, tenant, self._out_prefix)
+
+    def is_inbox(self, reply: str) -> bool:
+        """Whether anybody may be answered there: an inbox belongs to no tenant."""
+        try:
+            return bool(self.check(reply, "-")) and reply.startswith("_INBOX.")
+        except RequestError:
+            return False
 
     def get(self, reply: str, tag: int) -> Subscriber:
         """The way to a checked reply subject; requests of one batching connection (tag >= 0) share one."""

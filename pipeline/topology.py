@@ -136,7 +136,6 @@ class Limits:
     beacon_fresh_s: float
     holder_silent_s: float
     ping_timeout_s: float
-    fence_stale_s: float
     progress_s: float
     want_silence_s: float
     want_renew_s: float

@@ -1,9 +1,9 @@
 """`Want`: the one message of a subscriber. Acknowledgement, credit, gap repair, resume and sign of life at once.
 
-JSON: {"rid": "…", "next": 12 | [12, …], "window_bytes": 1048576, "reply": "_INBOX.…", "resend": false}. `next` is
-the number of the first event that the subscriber lacks, per choice. Another `reply` than before, `resend`, or the
-same `next` twice means that events were lost: they are derived again from the tokens. Source: design 2.6;
-decisions/0002.
+JSON: {"rid": "…", "next": 12 | [12, …], "window_bytes": 1048576, "reply": "_INBOX.…", "resend": false, "tag": -1}.
+`next` is the number of the first event that the subscriber lacks, per choice. Another `reply` than before, `resend`,
+or the same `next` twice means that events were lost: they are derived again from the tokens. `tag` >= 0 asks for
+batches from now on and names the stream in them. Source: design 2.6; decisions/0002.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Wants:
         request = self._request(want.rid)
         if request is not None:
             self._take(request, want)
-        elif want.reply.startswith("_INBOX."):
+        elif self._subscribers.is_inbox(want.reply):
             count("wants_of_unknown_requests")
             note = b'{"a":0,"event":%b}' % note_body("request_unknown", rid=want.rid)
             self._bus.publish(want.reply, note)

@@ -30,7 +30,7 @@ from enum import IntEnum
 
 import msgspec
 
-from pipeline.events import FINISH_CODES, Control, PrefillFinished, PrefixMatched, PromptEncoded, Struct
+from pipeline.events import FINISH_CODES, Control, PrefillFinished, PrefixMatched, PromptEncoded
 
 FRAME_MAGIC = 0x7D31
 FRAME_VERSION = 1
@@ -52,11 +52,6 @@ decode_control = msgspec.msgpack.Decoder(Control).decode
 
 class WireError(ValueError):
     """Bytes that are not what their subject promises. Counted and dropped by the receiver, never guessed at."""
-
-
-def encode_event(event: Struct) -> bytes:
-    """Any event of pipeline.events as msgpack."""
-    return encode(event)
 
 
 @dataclass(frozen=True, slots=True)

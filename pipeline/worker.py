@@ -17,6 +17,7 @@ import structlog
 
 from pipeline import jetstream, metrics
 from pipeline.bus import Bus
+from pipeline.clockwork import every
 from pipeline.events import Beacon
 from pipeline.membership import Membership
 from pipeline.stage import EngineLoad
@@ -72,7 +73,7 @@ class Worker:
         self._beat()
         await self.bus.check_permissions()
         async with asyncio.TaskGroup() as group:
-            beacon = group.create_task(self._announce())
+            beacon = group.create_task(every(self.bus.topology.limits.beacon_s, self._beat))
             services = [group.create_task(_run(service, self.stop)) for service in self._services]
             await asyncio.wait(services)
             beacon.cancel()
@@ -84,11 +85,6 @@ class Worker:
         log.info("draining", worker=self.bus.worker)
         self.stop.set()
         self._beat()
-
-    async def _announce(self) -> None:
-        while True:
-            self._beat()
-            await asyncio.sleep(self.bus.topology.limits.beacon_s)
 
     def _beat(self) -> None:
         self._beacons += 1

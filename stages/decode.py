@@ -73,10 +73,7 @@ class Decode:
 
     def holds(self) -> list[Held]:
         """Sequences in hand."""
-        return [
-            Held(job.seq.rid, job.seq.attempt, self.name, job.entry.owner, len(job.seq.output))
-            for job in self._jobs.values()
-        ]
+        return [Held(job.seq.rid, job.seq.attempt, self.name, job.entry.owner) for job in self._jobs.values()]
 
     def load(self, num_reading: int) -> EngineLoad:
         """What the beacon says; `num_reading`: offers in hand that are not decoding yet."""

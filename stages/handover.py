@@ -158,6 +158,15 @@ class Sender:
         host.tell(env.owner, failed)
 
     async def _run(self, handover: Handover, decode: str, card: ModelCard) -> None:
+        try:
+            await self._offer_around(handover, decode, card)
+        except Exception:
+            # a bug fails this handoff and frees its KV; the worker lives
+            log.exception("handing over failed", rid=handover.env.rid)
+            self._report(handover, "internal")
+            self._apply(handover, PrefillInput.CANCEL)
+
+    async def _offer_around(self, handover: Handover, decode: str, card: ModelCard) -> None:
         """Offer until somebody has read it or nobody needs it."""
         busy: set[str] = set()
         pause_s = _PAUSE_S

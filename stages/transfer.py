@@ -23,6 +23,7 @@ from kv.plan import KVPlan, PlanKind
 from kv.region import RegionReader, RevokedError
 from kv.transfer import INLINE_BYTES, ChecksumError, Offer, OfferError, TransferResult, transfer
 from pipeline import eager
+from pipeline.clockwork import ended
 from pipeline.engine_host import EngineHost
 from pipeline.events import (
     Beacon,
@@ -115,17 +116,19 @@ class Transfer:
             return Answer(Outcome.REFUSED, f"{offer.num_blocks} blocks never fit into {self.memory.num_blocks}")
         reading = _Reading(event, offer, DecodeHandoff(offer.epoch))
         if not self._queue and self._reserve(reading):
-            self._readings[reading.key] = reading
-            answer = self._carry_out(reading, reading.handoff.on(DecodeInput.ADMIT))
-            if reading.key in self._readings:
-                return answer
-            # read (or failed) at once: the notes that say so, say that it was taken
-            return Answer(answer.outcome, owner_knows=True, sender_knows=True)
+            return self._admit(reading)
         if len(self._queue) >= MAX_QUEUED_OFFERS:
             return Answer(Outcome.BUSY, "the offer queue is full", retry_after_s=0.1)
         self._readings[reading.key] = reading
         self._queue.append(reading)
         return self._carry_out(reading, reading.handoff.on(DecodeInput.DELAY))
+
+    def _admit(self, reading: _Reading) -> Answer:
+        self._readings[reading.key] = reading
+        answer = self._carry_out(reading, reading.handoff.on(DecodeInput.ADMIT))
+        # read (or failed) at once: the notes that say so, say that it was taken
+        told = reading.key not in self._readings
+        return Answer(answer.outcome, owner_knows=told, sender_knows=told)
 
     def repeat(self, event: PrefillFinished) -> Answer:
         """See EngineStage."""
@@ -166,7 +169,7 @@ class Transfer:
     def holds(self) -> list[Held]:
         """See EngineStage."""
         reading = [
-            Held(r.event.env.rid, r.event.env.attempt, self.name, r.event.env.owner, 0) for r in self._readings.values()
+            Held(r.event.env.rid, r.event.env.attempt, self.name, r.event.env.owner) for r in self._readings.values()
         ]
         return reading + self.decode.holds()
 
@@ -255,6 +258,10 @@ class Transfer:
             self._reading_failed(reading, FailReason.CHECKSUM, error)
         except OfferError as error:
             self._reading_failed(reading, FailReason.MALFORMED, error)
+        except Exception as error:
+            # a bug fails this handoff and gives its blocks back; the worker lives
+            log.exception("reading KV failed", rid=reading.event.env.rid)
+            self._reading_failed(reading, FailReason.INTERNAL, error)
         else:
             self._on(reading, DecodeInput.COPIED)
             self._on(reading, DecodeInput.VERIFIED)
@@ -370,6 +377,7 @@ class Transfer:
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
 
 
 _SAYS = {

@@ -1,4 +1,4 @@
-"""The house rules that no linter knows: who may import whom, and who may name a subject."""
+"""The rules of this repository that no linter knows: who may import whom, and who may name a subject."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What an engine is made of: the memory it computes in, the sequences it works on, and the runner that computes.
 
-The scheduler (stages/engine/scheduler.py) decides what runs in a step; a `Runner` only computes. Two runners
+The schedulers (prefill_engine.py, decode_engine.py) decide what runs in a step; a `Runner` only computes. Two runners
 exist: the stub (stages/engine/stub.py) and the torch one (stages/engine/torch/).
 
 Letters used in shapes: n = tokens of a prompt.

@@ -45,11 +45,6 @@ class EngineMemory:
         return len(self._free_states)
 
     @property
-    def available_blocks(self) -> int:
-        """Blocks that could be allocated now."""
-        return self._manager.num_available
-
-    @property
     def used_share(self) -> float:
         """Share of blocks that are held, 0..1."""
         return 1.0 - self._manager.num_available / self.num_blocks

@@ -20,7 +20,8 @@ CHUNK_TOKENS = 512
 class PrefillJob:
     """A prompt on its way. `checksums`: [blocks + 1] of blocks, then state, once it is done.
 
-    `cancelled` is a wish that the next step obeys; it may be set at any time, even before `submit`.
+    `cancelled` is a wish that the next step obeys: the job comes back with no first token, unless it is done by then. It
+    may be set at any time, by any thread, even before `submit`.
     """
 
     seq: Sequence
@@ -37,7 +38,7 @@ class PrefillJob:
 
 
 class PrefillEngine:
-    """Runs prefill jobs. Another thread than `step`'s may `submit`, `cancel` and call `fail_all`.
+    """Runs prefill jobs. Another thread than `step`'s may `submit` and call `fail_all`.
 
     Every job that was submitted comes back exactly once: from `step`, or from `fail_all`.
     """
@@ -58,7 +59,6 @@ class PrefillEngine:
         self._memory = memory
         self._tokens_per_s = tokens_per_s
         self._chaos = chaos
-        self._jobs: dict[tuple[str, int], PrefillJob] = {}  # what `cancel` may name
         self._inbox: deque[PrefillJob] = deque()  # from the other thread; the queue belongs to step's
         self._queue: deque[PrefillJob] = deque()
         self._failed: deque[PrefillJob] = deque()  # to the other thread
@@ -66,14 +66,7 @@ class PrefillEngine:
     def submit(self, job: PrefillJob) -> None:
         """Queue a job."""
         job.computed_to = job.seq.plan.replay_from
-        self._jobs[job.key] = job
         self._inbox.append(job)
-
-    def cancel(self, key: tuple[str, int]) -> None:
-        """The job comes back from the next step with no first token, unless it is done by then; else no effect."""
-        job = self._jobs.get(key)
-        if job is not None:
-            job.cancelled = True
 
     def step(self) -> list[PrefillJob] | None:
         """One chunk of the head; returns finished or else cancelled jobs, None when idle."""
@@ -94,7 +87,7 @@ class PrefillEngine:
             raise
         if not done:
             return []
-        self._leave(self._queue.popleft())
+        self._queue.popleft()
         return [job]
 
     def _take_cancelled(self) -> list[PrefillJob]:
@@ -105,8 +98,6 @@ class PrefillEngine:
             (cancelled if job.cancelled else queue).append(job)
         if cancelled:
             self._queue = queue
-            for job in cancelled:
-                self._leave(job)
         return cancelled
 
     def _chunk(self, job: PrefillJob) -> bool:
@@ -124,16 +115,9 @@ class PrefillEngine:
             self._chaos(job.seq)
         return True
 
-    def _leave(self, job: PrefillJob) -> None:
-        if self._jobs.get(job.key) is job:
-            del self._jobs[job.key]
-
     def fail_all(self) -> list[PrefillJob]:
         """The jobs in hand when a step raised (the first is what raised); they have left the engine."""
-        failed = [self._failed.popleft() for _ in range(len(self._failed))]
-        for job in failed:
-            self._leave(job)
-        return failed
+        return [self._failed.popleft() for _ in range(len(self._failed))]
 
     def _checksums(self, job: PrefillJob) -> list[bytes]:
         blocks: list[Bytes] = [self._memory.blocks[block] for block in job.seq.block_table[job.num_known_blocks :]]

@@ -30,7 +30,7 @@ KEEP_TOKENS = 140  # window + backtracking, as the real engine. Source: facts-mo
 # Ids of "[stub engine]" in the V4 vocabulary: the stub says what it is in every answer.
 BANNER = (61, 318, 604, 5466, 63)
 FIRST_WORD, NUM_WORDS = 1_000, 100_000  # ordinary text ids, clear of bytes and specials
-# SplitMix64. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators"
+# The constants of SplitMix64. Source: splitmix64
 _GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROOT = 0x7469646D696C6C  # "tidmill"
 _ALL = (1 << 64) - 1
@@ -73,7 +73,7 @@ def _mix_int(x: int) -> int:
 
 
 class StubRunner:
-    """Implements Runner. `step_s` and the prefill rate are kept by whoever steps it, not by sleeping here."""
+    """Implements Runner. A pretended pace is kept by its scheduler and the stepper, not by sleeping here."""
 
     def __init__(self, memory: KVMemory, options: StubOptions | None = None) -> None:
         self.options = options or StubOptions()
@@ -105,26 +105,28 @@ class StubRunner:
         """See Runner."""
         if start == seq.plan.replay_from:
             self._states[seq.state_slot] = 0
+        positions = np.arange(start, end)
+        terms = _mix(seq.ids[start:end].astype(np.uint64) + (positions % BLOCK_TOKENS + 1).astype(np.uint64))
         for at in range(start - start % BLOCK_TOKENS, end, BLOCK_TOKENS):
-            self._block(seq, max(at, start), min(at + BLOCK_TOKENS, end))
+            first, last = max(at, start), min(at + BLOCK_TOKENS, end)
+            self._block(seq, first, terms[first - start : last - start])
         if end < seq.num_prompt_tokens:
             return None
         return self._word(seq, self._digest(seq))
 
-    def _block(self, seq: Sequence, start: int, end: int) -> None:
-        """Rows of positions [start, end), which lie in one block."""
+    def _block(self, seq: Sequence, start: int, terms: U64) -> None:
+        """Rows of the positions from `start` on that `terms` belong to; they lie in one block."""
         number, first = divmod(start, BLOCK_TOKENS)
+        last = first + len(terms)
         rows = self._rows[seq.block_table[number]]
-        offsets = np.arange(first + 1, first + 1 + end - start, dtype=np.uint64)
-        terms = _mix(seq.ids[start:end].astype(np.uint64) + offsets)
-        before = rows[first - 1, 0] if first else np.uint64(0)
-        sums = np.cumsum(terms, dtype=np.uint64) + before
+        sums = np.cumsum(terms, dtype=np.uint64)
+        if first:
+            sums += rows[first - 1, 0]
         hashes = _mix(self._link(seq, number) ^ sums)
         if start >= seq.plan.hit_tokens:
-            rows[first : first + end - start, 0] = sums
-            rows[first : first + end - start, 1] = hashes
-        slots = np.arange(start, end) % WINDOW_TOKENS
-        self._rings[seq.state_slot][slots] = hashes
+            rows[first:last, 0] = sums
+            rows[first:last, 1] = hashes
+        self._rings[seq.state_slot, first:last] = hashes  # a block is as long as the window, so slots do not wrap
 
     def _link(self, seq: Sequence, number: int) -> np.uint64:
         """d_b: what a block's rows inherit from the block before it."""

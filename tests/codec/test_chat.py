@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from codec.chat import ChatStream
 from codec.codec import Codec
-from codec.models import ParseSpec, StreamMeta, StreamStart
+from codec.models import ParseSpec, StreamMeta, StreamStart, Usage
 from codec.vocab import DSML_ID, EOS_ID, THINK_END_ID, VOCAB_SIZE, OutputVocab, Vocabulary
 from tests.codec.cases import cases
 
@@ -38,8 +38,17 @@ def ids_of(codec: Codec, text: str) -> list[int]:
     return list(map(int, codec.tokenizer.encode(text, [])))
 
 
+def usage(stream: ChatStream, prompt_tokens: int = 12, cached_tokens: int = 0) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
+        completion_tokens=stream.num_tokens,
+        reasoning_tokens=stream.reasoning_tokens,
+    )
+
+
 def finish(stream: ChatStream, reason: str = "stop") -> dict[str, Any]:
-    parsed: dict[str, Any] = json.loads(stream.finish(reason, stream.usage(12, 0)))
+    parsed: dict[str, Any] = json.loads(stream.finish(reason, usage(stream)))
     return parsed
 
 
@@ -82,7 +91,7 @@ def test_the_same_tokens_give_the_same_bytes_again(
     streams = [ChatStream(spec(start, stop=stop), META, vocab) for vocab in (codec.vocab, untaught, codec.vocab)]
     first, second, third = [feed_all(stream, ids) for stream in streams]
     assert first == second == third
-    assert len({stream.finish("stop", stream.usage(9, 3)) for stream in streams}) == 1
+    assert len({stream.finish("stop", usage(stream, 9, 3)) for stream in streams}) == 1
 
 
 @settings(max_examples=200)
@@ -141,8 +150,8 @@ def test_bytes_left_at_the_end_come_with_the_last_chunk(codec: Codec):
 def test_finishing_twice_gives_the_same_bytes(codec: Codec):
     stream = ChatStream(spec(stop=("hello",)), META, codec.vocab)
     feed_all(stream, [*ids_of(codec, "say hel"), CRAB[0]])
-    usage = stream.usage(3, 0)
-    assert stream.finish("stop", usage) == stream.finish("stop", usage)
+    of_prompt = usage(stream, 3)
+    assert stream.finish("stop", of_prompt) == stream.finish("stop", of_prompt)
     assert finish(stream)["choices"][0]["delta"]["content"] == "hel�"
 
 

@@ -250,7 +250,7 @@ class SmallEngine:
             raise ZeroDivisionError
         env = event.prompt.env
         if self.will.outcome in (Outcome.ACCEPTED, Outcome.QUEUED):
-            self.held[env.rid, env.attempt] = Held(env.rid, env.attempt, self.name, env.owner, 0)
+            self.held[env.rid, env.attempt] = Held(env.rid, env.attempt, self.name, env.owner)
         return self.will
 
     def repeat(self, event: PrefixMatched) -> Answer:

@@ -23,7 +23,6 @@ from pipeline.client import (
     Stream,
     StreamLostError,
     _choices,
-    http_status,
 )
 from pipeline.delivery import note_body
 from pipeline.errors import ErrorCode, RequestError, TransientError
@@ -495,9 +494,3 @@ async def test_closing_ends_open_streams_with_an_error(server: EmbeddedNats):
 )
 def test_choices_are_counted_from_the_body_as_far_as_it_can_be_read(body: Any, num: int):
     assert _choices(body) == num
-
-
-def test_error_names_have_an_http_meaning():
-    assert http_status("overloaded") == 429
-    with pytest.raises(ValueError, match="no_such_error"):
-        http_status("no_such_error")

@@ -19,7 +19,7 @@ def test_the_graph_shows_the_requests_way_and_how_each_event_travels(topology):
         'codec -->|"PromptEncoded<br>queue lookup"| lookup',
         'lookup -->|"PrefixMatched<br>direct"| prefill',
         'prefill -->|"PrefillFinished<br>direct"| transfer',
-        'transfer -->|"KVTransferred<br>local"| decode',
+        'transfer -->|"VerifiedSequence<br>local"| decode',
         'prefill -->|"TokensDecoded<br>direct"| parse',
         'decode -->|"TokensDecoded<br>direct"| parse',
         'parse -->|"StreamEvent<br>reply"| subscriber',

@@ -104,7 +104,7 @@ MISSTEPS = [
     ("in: [matched], ", "in: [], ", "topics.matched: goes to prefill, whose 'in' does not list it"),
     ("out: [matched]", "out: [matched, offer]", "topics.offer: is listed in 'out' of lookup, which"),
     ("in: [matched], ", "in: [matched, offer], ", "topics.offer: is listed in 'in' of prefill, which"),
-    ("event: Ping, from: [codec, prefill, decode]", "event: Ping, from: []", "topics.ping: 'from' names nobody"),
+    ("event: Ping, from: [codec]", "event: Ping, from: []", "topics.ping: 'from' names nobody"),
     ("out: [events],          with: [codec]", "out: [events]",
      "stages.codec: 'with' names parse, which does not name it"),
     ("event: StreamEvent, from: [parse], to: [subscriber]", "event: StreamEvent, from: [parse], to: [codec]",

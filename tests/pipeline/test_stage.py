@@ -58,7 +58,7 @@ def test_whatever_an_engine_reports_has_its_place_in_the_beacon():
     assert {field.name for field in dataclasses.fields(EngineLoad)} <= set(Beacon.__struct_fields__)
 
 
-@pytest.mark.parametrize("value", [Answer(Outcome.BUSY), Held("r", 0, "prefill", "owner", 3)])
+@pytest.mark.parametrize("value", [Answer(Outcome.BUSY), Held("r", 0, "prefill", "owner")])
 def test_what_a_stage_answers_cannot_be_changed(value: Any):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(value, dataclasses.fields(value)[0].name, "other")

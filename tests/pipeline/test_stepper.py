@@ -215,3 +215,23 @@ async def test_the_loop_is_free_while_a_thread_computes():
     await eventually(lambda: waiting.results == [1])
     for yard in (waiting, quick):
         yard.stepper.close()
+
+
+async def test_an_idle_engine_steps_in_the_tick_that_brings_the_work_and_then_takes_its_turn():
+    yard = Yard(Mill(inline=True))
+    yard.add(1, 2)
+    assert yard.results == [1]
+    yard.add(3)
+    assert yard.results == [1]
+    await eventually(lambda: yard.results == [1, 2, 3])
+    yard.stepper.close()
+
+
+async def test_a_listener_that_fails_at_once_does_not_fail_who_brings_the_work():
+    complaints: list[BaseException] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context["exception"]))
+    yard = Yard(Mill(inline=True))
+    yard.stepper._on_result = lambda result: 1 // result
+    yard.add(0)
+    assert [type(error) for error in complaints] == [ZeroDivisionError]
+    yard.stepper.close()

@@ -31,6 +31,9 @@ class Loop:
         self.handles.append(self.Handle(at, call))
         return self.handles[-1]
 
+    def call_soon(self, call: Callable[..., None], *arguments: Any) -> None:
+        call(*arguments)
+
     @property
     def pending(self) -> list[Loop.Handle]:
         return [handle for handle in self.handles if not handle.cancelled]

@@ -11,8 +11,8 @@ from pipeline.wire import (
     decode_acks,
     decode_control,
     decode_frame,
+    encode,
     encode_acks,
-    encode_event,
     encode_frame,
 )
 
@@ -124,4 +124,4 @@ def test_each_field_of_an_acknowledgements_head_is_checked(at):
 def test_a_control_message_is_known_by_its_tag():
     plan = Plan(700, 512, 512, 384, 77)
     for message in (Find("ab" * 16, "codec-1"), Accepted("cd" * 16, 5, "prefill", "p-1", 6, Outcome.QUEUED, plan=plan)):
-        assert decode_control(encode_event(message)) == message
+        assert decode_control(encode(message)) == message

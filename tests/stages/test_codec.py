@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import codec.codec
-from kv.block import chain_keys, root_key
+from kv.block import chain_keys, root_of, salt
 from pipeline.errors import HTTP_STATUS, ErrorCode, RequestError, TransientError
 from pipeline.events import Plan, RequestBody
 from stages.codec import INLINE_BODY_BYTES, ChatEncoding, Codec
@@ -79,7 +79,7 @@ async def test_block_keys_begin_at_model_layout_tenant_and_user(nats_url: str, c
     async with town(nats_url) as here:
         stage = await stage_with_engine(here, chat)
         encoding = await encoded(stage, request(user="ann"))
-        root = root_key(FINGERPRINT, LAYOUT.digest(), "acme", "ann", SECRET)
+        root = root_of(FINGERPRINT, LAYOUT.digest(), salt("acme", "ann", SECRET))
         assert encoding.block_keys == chain_keys(root, np.frombuffer(encoding.ids, np.uint32))
 
 

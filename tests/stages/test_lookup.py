@@ -6,7 +6,7 @@ import secrets
 import numpy as np
 import pytest
 
-from kv.block import chain_keys, root_key
+from kv.block import chain_keys, root_of, salt
 from kv.index import PrefixIndex
 from pipeline.events import Envelope, IndexChanged, PrefixMatched, PromptEncoded, Sampling
 from pipeline.metrics import counters
@@ -22,7 +22,7 @@ NUM_TOKENS = 1_000
 def event(seed: int = 0, fingerprint: str = FINGERPRINT) -> PromptEncoded:
     ids = prompt(NUM_TOKENS, seed)
     env = Envelope(1, secrets.token_hex(16), "acme", "interactive", 0, 0, "codec-a", 1, (1,), 7)
-    keys = chain_keys(root_key(FINGERPRINT, LAYOUT.digest(), "acme", "", b""), ids)
+    keys = chain_keys(root_of(FINGERPRINT, LAYOUT.digest(), salt("acme", "", b"")), ids)
     sampling = Sampling(max_tokens=5, temperature=1.0, top_p=1.0)
     return PromptEncoded(env, "stub", fingerprint, NUM_TOKENS, ids.tobytes(), "", keys, sampling, "codec-a")
 

@@ -29,7 +29,7 @@ from stages.engine.torch.weight_formats import store
 VERSION = 1  # part of the directory name: raise it with anything that changes the bytes
 _HEAD_GAIN = 3.0  # logits of standard deviation 3: a few hundred likely tokens out of 129,280, not all alike
 
-# Source: the golden generator's (facts-model 13), uniform instead of normal
+# Source: golden (the generator's; facts-model 13), uniform instead of normal
 _SPREADS = {
     "embed.weight": (0.0, 1.0),
     "engram.embed": (0.0, 1.0),

@@ -90,7 +90,7 @@ class Half:
 
     def check_idle(self) -> None:
         self.memory.check()
-        assert self.memory.available_blocks == self.memory.num_blocks
+        assert self.memory._manager.num_available == self.memory.num_blocks
         assert self.memory.free_states == self.memory.num_states
         assert self.engine.step() is None
 
@@ -231,7 +231,7 @@ def test_blocks_that_others_hold_too_do_not_save_anyone():
     long, job = half.submit(60, 1), half.submit(128, 2)
     half.engine.step()
     shared = half.memory._manager.pin(long.leases[0].blocks)  # as a hit would
-    grown = half.memory.allocate(half.memory.available_blocks)
+    grown = half.memory.allocate(half.memory._manager.num_available)
     assert grown is not None
     job.seq.output.extend([7] * (2 * BLOCK_TOKENS - job.seq.num_tokens + 1))
     result = half.engine.step()
@@ -322,7 +322,7 @@ def test_whatever_happens_every_sequence_ends_once_and_nothing_is_lost(seed: int
     half = Half(num_blocks=num_blocks, max_batch=max_batch)
     jobs: list[DecodeJob] = []
     for _ in range(300):
-        if rng.random() < 0.1 and half.memory.available_blocks >= 3 and half.memory.free_states:
+        if rng.random() < 0.1 and half.memory._manager.num_available >= 3 and half.memory.free_states:
             sampled = sampling(max_tokens=rng.choice([2, 10, 200]))
             jobs.append(half.submit(rng.choice([1, 100, 127, 128, 129, 300]), len(jobs), sampled))
         if jobs and rng.random() < 0.03:

@@ -86,10 +86,10 @@ def test_without_room_nothing_is_taken():
     kv = memory()
     lease = allocated(kv, NUM_BLOCKS - 2)
     assert kv.allocate(3) is None
-    assert kv.available_blocks == 2
+    assert kv._manager.num_available == 2
     assert kv.used_share == pytest.approx(10 / 12)
     kv.release([lease])
-    assert (kv.available_blocks, kv.used_share) == (NUM_BLOCKS, 0.0)
+    assert (kv._manager.num_available, kv.used_share) == (NUM_BLOCKS, 0.0)
 
 
 def test_a_match_is_held_and_at_most_as_long_as_asked():
@@ -141,7 +141,7 @@ def test_a_spoilt_block_is_dropped_and_the_others_stay():
     hit = kv.match(b"".join(map(key, (1, 2, 3))), 3)
     assert hit.blocks == lease.blocks[:1]
     kv.release([lease, private, hit])
-    assert kv.available_blocks == NUM_BLOCKS
+    assert kv._manager.num_available == NUM_BLOCKS
     kv.check()
 
 
@@ -172,7 +172,7 @@ class AnyUse(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 5))
     def allocate(self, count: int) -> None:
-        room = self.kv.available_blocks
+        room = self.kv._manager.num_available
         lease = self.kv.allocate(count)
         assert (lease is None) == (count > room)
         if lease is not None:
@@ -235,7 +235,7 @@ class AnyUse(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         self.kv.check()
         held = {block for lease in self.leases for block in lease.blocks}
-        assert self.kv.available_blocks == NUM_BLOCKS - len(held)
+        assert self.kv._manager.num_available == NUM_BLOCKS - len(held)
         assert self.kv.free_states == NUM_STATES - len(self.slots)
 
 
@@ -297,7 +297,7 @@ def test_threads_never_share_a_block_or_a_slot():
     finally:
         sys.setswitchinterval(before)
     assert {thread.fault for thread in threads} == {""}
-    assert (kv.available_blocks, kv.free_states) == (6, 6)
+    assert (kv._manager.num_available, kv.free_states) == (6, 6)
     kv.check()
 
 
