@@ -1,15 +1,21 @@
-"""topics.yaml drawn: the request's way as a Mermaid flowchart, all topics as a Markdown table.
+"""topics.yaml drawn: the request's way as a Mermaid flowchart, all topics as a Markdown table; and the owner's states.
 
-The README holds both between two markers; `stale` says when they no longer match. Source: ours.
+The README holds the first two between two markers, docs/protocol.md the last; tests say when they no longer match.
+Source: ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from pipeline.events import StageFailed
+from pipeline.owner import ON_TIMER, TABLE, CancelAsked, State, TimedOut
 from pipeline.topology import OUTSIDE, Topic, Topology, TopologyError
 
 MARKER = "topology"
+OWNER_MARKER = "owner"
+
+Step = tuple[State, State, str]  # of the owner: from, to, the signal
 
 
 def graph(topology: Topology) -> str:
@@ -45,6 +51,57 @@ def table(topology: Topology) -> str:
 def block(topology: Topology) -> str:
     """What the README holds between its markers."""
     return f"```mermaid\n{graph(topology)}```\n\n{table(topology)}"
+
+
+def owner_graph() -> str:
+    """A state diagram of pipeline.owner.TABLE: each edge with the signals that may take it, staying put left out.
+
+    Two boxes, one in the other: what leads out of a box from each of its states is drawn once, from the box.
+    """
+    live = [state for state in State if (state, CancelAsked) in TABLE]
+    running = [state for state in State if (state, StageFailed) in TABLE]
+    steps = list(dict.fromkeys(_owner_steps()))
+    of_live = _shared(steps, live)
+    of_running = [step for step in _shared(steps, running) if step not in of_live]
+    drawn_once = {*of_live, *of_running}
+    alone = [(at, to, word) for at, to, word in steps if at not in live or (to, word) not in of_live]
+    alone = [(at, to, word) for at, to, word in alone if at not in running or (to, word) not in drawn_once]
+    inner = [step for step in alone if step[0] in running and step[1] in running]
+    middle = [step for step in alone if step not in inner and step[0] in live and step[1] in live]
+    outer = [step for step in alone if step not in inner and step not in middle]
+    inside_live = [*middle, *(("running", to, word) for to, word in of_running if to in live)]
+    outside = [*outer, *(("running", to, word) for to, word in of_running if to not in live)]
+    outside += [("live", to, word) for to, word in of_live]
+    lines = ["stateDiagram-v2", "    [*] --> new", "    state live {", "        state running {"]
+    lines += [*_arrows(inner, 12), "        }", *_arrows(inside_live, 8), "    }", *_arrows(outside, 4)]
+    return "\n".join([*lines, "    ended --> [*]"]) + "\n"
+
+
+def owner_block() -> str:
+    """What docs/protocol.md holds between its markers."""
+    return f"```mermaid\n{owner_graph()}```"
+
+
+def _shared(steps: Sequence[Step], box: Sequence[State]) -> list[tuple[State, str]]:
+    """Targets outside a box and their signals, as far as each state of the box has them."""
+    ways = dict.fromkeys((to, word) for at, to, word in steps if at in box and to not in box)
+    return [(to, word) for to, word in ways if all((at, to, word) in steps for at in box)]
+
+
+def _arrows(steps: Sequence[tuple[str, State, str]], indent: int) -> list[str]:
+    edges: dict[tuple[str, State], list[str]] = {}
+    for at, to, word in steps:
+        edges.setdefault((at, to), []).append(word)
+    return [f"{' ' * indent}{at} --> {to} : {', '.join(words)}" for (at, to), words in edges.items()]
+
+
+def _owner_steps() -> Iterator[Step]:
+    """State, another state, and the signal that may lead from one to the other; of a timer its name."""
+    for (at, signal), row in TABLE.items():
+        if signal is not TimedOut:
+            yield from ((at, to, signal.__name__) for to in row.leads_to if to is not at)
+    for (at, timer), row in ON_TIMER.items():
+        yield from ((at, to, f"{timer} timer") for to in row.leads_to if to is not at)
 
 
 def embed(text: str, marker: str, content: str) -> str:

@@ -132,10 +132,10 @@ def timeline(request: Request, worker: str) -> list[Span]:
     for stream in request.streams:
         stream.recall()
     if "prefill" in spans:
-        decode = request.machine.holders.get("decode")
-        if decode is not None and "transfer" in spans:
+        transfer = spans.get("transfer")
+        if transfer is not None:  # its reader is who decodes
             tokens = sum(len(stream.tokens) for stream in request.streams)
-            spans["decode"] = Span("decode", decode.worker, spans["transfer"].end_ns, now_ns, f"{tokens} tokens")
+            spans["decode"] = Span("decode", transfer.worker, transfer.end_ns, now_ns, f"{tokens} tokens")
         events = sum(stream.n for stream in request.streams)
         spans["parse"] = Span("parse", worker, spans["prefill"].end_ns, now_ns, f"{events} events")
     return list(spans.values())

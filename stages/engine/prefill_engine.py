@@ -20,8 +20,8 @@ CHUNK_TOKENS = 512
 class PrefillJob:
     """A prompt on its way. `checksums`: [blocks + 1] of blocks, then state, once it is done.
 
-    `cancelled` is a wish that the next step obeys: the job comes back with no first token, unless it is done by then. It
-    may be set at any time, by any thread, even before `submit`.
+    `cancelled` is a wish that the next step obeys: the job comes back with no first token, unless it is done by then.
+    It may be set at any time, by any thread, even before `submit`.
     """
 
     seq: Sequence

@@ -78,10 +78,14 @@ def test_images_are_part_of_the_key():
 def test_every_part_of_a_root_separates_caches():
     base = ("f1", b"L" * 16, "acme", "ann", b"secret")
     others = ("f2", b"M" * 16, "acma", "ana", b"secreu")
-    roots = {root_of(*base[:2], salt(*base[2:]))}
+
+    def root(fingerprint: str, layout: bytes, tenant: str, user: str, secret: bytes) -> bytes:
+        return root_of(fingerprint, layout, salt(tenant, user, secret))
+
+    roots = {root(*base)}
     for i, other in enumerate(others):
         changed: list[Any] = [*base[:i], other, *base[i + 1 :]]
-        roots.add(root_of(*changed[:2], salt(*changed[2:])))
+        roots.add(root(*changed))
     assert len(roots) == 6
 
 

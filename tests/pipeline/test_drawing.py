@@ -1,6 +1,7 @@
 import pytest
 
-from pipeline.drawing import block, embed, graph, stale, table
+from pipeline.drawing import OWNER_MARKER, block, embed, graph, owner_block, owner_graph, stale, table
+from pipeline.owner import TABLE, State
 from pipeline.topology import DEFAULT_PATH, Topology, TopologyError, read
 
 TEXT = DEFAULT_PATH.read_text(encoding="utf-8")
@@ -91,3 +92,35 @@ def test_a_drawing_is_stale_when_the_topics_changed(topology):
 def test_the_readme_shows_the_topics_as_they_are(topology):
     readme = (DEFAULT_PATH.parent / "README.md").read_text(encoding="utf-8")
     assert not stale(readme, topology), "refresh it with pipeline.drawing.embed"
+
+
+def test_the_owners_graph_shows_every_state_and_how_each_may_end():
+    drawn = owner_graph()
+    for arrow in (
+        "new --> encoding : Started",
+        "transfer --> decode : Accepted, KVTransferred",
+        "finding --> fencing : find timer",
+        "live --> ending : Refused, CancelAsked, deadline timer",
+        "ending --> ended : Superseded, Delivered, deadline timer",
+    ):
+        assert f" {arrow}\n" in drawn
+    assert all(f" {state} --> " in drawn for state in State)
+    assert not [line for line in drawn.splitlines() if " --> " in line and line.split()[0] == line.split()[2]]
+
+
+def test_every_edge_of_the_owners_table_is_in_its_graph_or_in_a_boxs():
+    drawn = {
+        (line.split()[0], line.split()[2], word)
+        for line in owner_graph().splitlines()
+        if " : " in line
+        for word in line.partition(" : ")[2].split(", ")
+    }
+    for (at, signal), row in TABLE.items():
+        for to in row.leads_to:
+            ways = {(from_, str(to), signal.__name__) for from_ in (str(at), "running", "live")}
+            assert at is to or signal.__name__ == "TimedOut" or ways & drawn, (at, signal, to)
+
+
+def test_the_protocol_shows_the_owners_table_as_it_is():
+    text = (DEFAULT_PATH.parent / "docs/protocol.md").read_text(encoding="utf-8")
+    assert embed(text, OWNER_MARKER, owner_block()) == text, "refresh it with pipeline.drawing.embed"
