@@ -26,6 +26,7 @@ import numpy.typing as npt
 import orjson
 
 Publish = Callable[[str, bytes, str], bool]
+Soon = Callable[[Callable[[], None]], object]
 Column = npt.NDArray[np.unsignedinteger[Any]]
 
 _pack_running = struct.Struct(">BIBBH").pack  # n as uint32, nil, bin16
@@ -75,8 +76,11 @@ class BatchSubscriber(Subscriber):
 
     gathers = True
 
-    def __init__(self, publish: Publish, reply: str, want: str, max_bytes: int) -> None:
+    def __init__(self, publish: Publish, reply: str, want: str, max_bytes: int, soon: Soon | None = None) -> None:
+        """soon: runs what is to be done at the end of this tick, so that its frames share a message; None: at once."""
         super().__init__(publish, reply, want)
+        self._soon = soon
+        self._due = False
         self._parts: list[bytes] = []  # three for each event: prefix, middle, the event itself
         self._max_bytes = max_bytes
 
@@ -120,6 +124,14 @@ class BatchSubscriber(Subscriber):
 
     def flush(self) -> None:
         """Send what has gathered, in messages of at most `max_bytes` (one event may be larger)."""
+        if self._soon is None:
+            self._flush_now()
+        elif self._parts and not self._due:
+            self._due = True
+            self._soon(self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._due = False
         if not self._parts:
             return
         if sum(map(len, self._parts)) <= self._max_bytes:

@@ -113,7 +113,7 @@ async def ensure_consumer(bus: Bus, spec: ConsumerSpec) -> None:
         "ack_wait": int(spec.ack_wait_s * NS),
         "max_deliver": -1,
         "max_ack_pending": spec.max_ack_pending,
-        "max_waiting": 512,
+        "max_waiting": 512,  # pulls under way: the server's default; each codec worker has a few of its own
     }
     request = {"stream_name": spec.stream, "config": config}
     answer = await _api(bus, f"CONSUMER.DURABLE.CREATE.{spec.stream}.{spec.name}", request)

@@ -19,9 +19,11 @@ from pipeline.delivery import Subscriber
 from pipeline.stream import MAX_NUMBER, UNLIMITED_BYTES, Stream
 from pipeline.wire import Frame
 
-INDEX_BITS = 32
+INDEX_BITS = 32  # of a handle's 64: the lower half is a slot, the upper one its generation. Source: ours
 INDEX_MASK = (1 << INDEX_BITS) - 1
-MAX_SUBSCRIBERS = 4_096  # connections come and go: beyond it all streams are recalled and the list begins anew
+# Connections come and go: beyond it all streams are recalled and the list begins anew. Source: ours, far above the
+# connections that one owner serves at a time, so that it is rare.
+MAX_SUBSCRIBERS = 4_096
 KEPT_TOKENS = 64  # of a stream in its columns, before they move to the stream. Source: ours; 3 us a move
 
 Slots = npt.NDArray[np.int64]

@@ -131,6 +131,20 @@ class Stream:
         """Whether its end is known; every token up to there is then here, of whatever attempt."""
         return self.finish_at >= 0
 
+    def may_run_on(self, position: int) -> bool:
+        """Whether a token at this position can only cause one more event, here and now."""
+        open_window = self.limit_bytes < 0 or self.sent_bytes < self.limit_bytes
+        return self.plain and self.columns is None and position == self.at and open_window
+
+    def run_on(self, token: int) -> None:
+        """Take such a token: what `receive` and `pump` would do, unrolled, because nearly every token is one."""
+        self.tokens.append(token)
+        self.at += 1
+        self.fed += 1
+        event = self.parser.feed(token)
+        if event is not None:
+            self.emit(event)
+
     def recall(self) -> None:
         """Have the fields here say what is: do this before reading or changing them."""
         if self.columns is not None:

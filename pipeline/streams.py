@@ -7,7 +7,8 @@ on are taken many at a time (pipeline/plain.py), all others one by one (pipeline
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import repeat
 
 import structlog
 
@@ -18,6 +19,9 @@ from pipeline.stream import ContradictionError, Stream, nothing
 from pipeline.wire import AckKind, Frame, WireError, decode_frame, encode_acks
 
 log = structlog.get_logger()
+
+# A column costs about 40 us whatever its length, a row taken by itself 0.7 us. Source: measured, ours
+FEW_ROWS = 64
 
 
 def _forget(handles: array[int]) -> bytes:
@@ -37,6 +41,7 @@ class StreamTable:
         self._free: list[int] = []
         self._gaps: set[Stream] = set()
         self._plain = PlainRows()
+        self._many = False  # whether the frame at hand has enough rows for columns to pay
         self._parting: dict[str, array[int]] = {}  # released handles that their engines may forget, by source
         self.on_ended: Callable[[Stream], None] = nothing
         self.on_contradiction: Callable[[Stream, str], None] = nothing
@@ -78,12 +83,17 @@ class StreamTable:
         except WireError:
             count("frames_malformed")
             return
+        if len(frame.counts) < FEW_ROWS:
+            self._rows(source, frame, repeat(True, len(frame.counts)), now_s)
+            return
+        self._many = True
         others = self._plain.take(source, frame)
         if others.any():
             self._rows(source, frame, others.tolist(), now_s)
         self._plain.flush()
+        self._many = False
 
-    def _rows(self, source: str, frame: Frame, wanted: list[bool], now_s: float) -> None:
+    def _rows(self, source: str, frame: Frame, wanted: Iterable[bool], now_s: float) -> None:
         """Take the wanted rows of a frame one by one."""
         slots, tokens, num_slots = self._slots, frame.tokens, len(self._slots)
         unknown = array("Q")
@@ -100,7 +110,10 @@ class StreamTable:
                     unknown.append(handle)
                 else:
                     stream.source = source
-                    self._row(stream, position, tuple(tokens[at:end]), finish, now_s)
+                    if num_tokens == 1 and not finish and stream.may_run_on(position) and not self._many:
+                        self._run_on(stream, tokens[at])
+                    else:
+                        self._row(stream, position, tuple(tokens[at:end]), finish, now_s)
                     if stream.out.gathers:
                         outs.add(stream.out)
             at = end
@@ -109,6 +122,12 @@ class StreamTable:
         if unknown and source:
             count("frames_unknown_handle", len(unknown))
             self._publish(source, _forget(unknown), self._owner)
+
+    def _run_on(self, stream: Stream, token: int) -> None:
+        try:
+            stream.run_on(token)
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._parser_failed(stream, error)
 
     def _row(self, stream: Stream, position: int, tokens: tuple[int, ...], finish: int, now_s: float) -> None:
         stream.recall()
@@ -145,7 +164,7 @@ class StreamTable:
         try:
             more = stream.pump()
             stream.settle()
-            if stream.plain:
+            if stream.plain and self._many:
                 self._plain.adopt(stream)
         except Exception as error:  # noqa: BLE001 - logged there
             self._parser_failed(stream, error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from pipeline.bus import Bus
 from pipeline.delivery import BatchSubscriber, Subscriber
 from pipeline.errors import RequestError
@@ -18,6 +20,7 @@ class Subscribers:
         self._want_subject = bus.topology.subject("want", worker=bus.worker)
         self._out_prefix = bus.topology.subject("events", tenant="-", connection="-").removesuffix("-.-")
         self._batches: dict[str, BatchSubscriber] = {}
+        self._soon = asyncio.get_running_loop().call_soon
 
     def check(self, reply: str, tenant: str) -> str:
         """The reply, if this tenant may have events sent there. Raises: RequestError(invalid_request)."""
@@ -38,6 +41,8 @@ class Subscribers:
         if batch is None:
             if len(self._batches) > MAX_BATCHES:
                 self._batches.clear()
-            batch = BatchSubscriber(self._bus.publish, reply, self._want_subject, self._bus.max_inline_bytes)
+            batch = BatchSubscriber(
+                self._bus.publish, reply, self._want_subject, self._bus.max_inline_bytes, self._soon
+            )
             self._batches[reply] = batch
         return batch

@@ -199,13 +199,13 @@ def send(
     protocol: Annotated[
         Protocol, typer.Option(help="What the body of --file is written in.")
     ] = Protocol.CHAT_COMPLETIONS,
-    model: Annotated[str | None, typer.Option(help="Model name (default: the one served).")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name (default: deepseek-v4.1-flash).")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens (default: 128).")] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same answer.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same answer.")] = None,
     request_class: Annotated[
         RequestClass, typer.Option("--class", help="Which queue it waits in.")
     ] = RequestClass.INTERACTIVE,
@@ -305,13 +305,18 @@ TopicsFile = Annotated[
 def lint(file: TopicsFile = None) -> None:
     """Check topics.yaml and that the code agrees with it: every fault in one list."""
     from pipeline import lint as rules  # noqa: PLC0415 - --help stays quick
+    from pipeline.topology import TopologyError  # noqa: PLC0415
 
-    faults = rules.lint(file, check_code=True)
-    for fault in faults:
-        typer.echo(fault, err=True)
-    if faults:
-        raise typer.Exit(1)
-    typer.echo("topics.yaml: no fault")
+    with _errors_shown():
+        try:
+            faults = rules.lint(file, check_code=True)
+        except TopologyError as error:
+            raise CommandError(str(error)) from None
+        for fault in faults:
+            typer.echo(fault, err=True)
+        if faults:
+            raise typer.Exit(1)
+        typer.echo("topics.yaml: no fault")
 
 
 @topics_app.command()

@@ -24,6 +24,7 @@ from tidemill.up import UpOptions, local_set
 
 DEFAULT_MODEL = "deepseek-v4.1-flash"
 LISTEN_S = 0.5  # five beacons; every live worker has spoken by then
+LISTEN_FOR_COUNTERS_S = 1.2  # counters ride on every tenth beacon: one comes each second
 DEMO_TIMEOUT_S = 300.0
 
 EXIT_REQUEST_FAILED = 2  # the request ended with a named error
@@ -148,7 +149,7 @@ async def _ps(nats: Sequence[str], *, as_json: bool) -> int:
     membership = Membership(bus)
     counters: dict[str, dict[str, int]] = {}
     membership.on_change.append(lambda b: counters.update({b.worker: b.counters} if b.counters else {}))
-    await asyncio.sleep(LISTEN_S * 2.4 if as_json else LISTEN_S)
+    await asyncio.sleep(LISTEN_FOR_COUNTERS_S if as_json else LISTEN_S)
     await bus.close()
     beacons = sorted((member.beacon for member in membership), key=lambda b: (b.roles, b.worker))
     if as_json:

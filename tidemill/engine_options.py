@@ -14,7 +14,8 @@ class EngineOptions:
     """How big and how an engine runs. Sizes of 0 mean "the engine's own default".
 
     kv_blocks: of 128 tokens. states: requests in hand at once. kv_secret: keys the salt of block keys; every codec
-    worker of a cluster needs the same. verify: checksums of transferred KV (off only to show why they are on).
+    worker of a cluster needs the same. verify: checksums of transferred KV (off only to show why they are on). threads:
+    more than 1 gives up that the last bits of results are equal between runs, and with them the same tokens for a seed.
     """
 
     kv_blocks: int = 0

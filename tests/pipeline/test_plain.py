@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import orjson
 import pytest
 
-from pipeline import plain
+from pipeline import plain, streams
 from pipeline.batch import BatchReader
 from pipeline.delivery import BatchSubscriber, Subscriber
 from pipeline.events import Plan
@@ -61,6 +61,11 @@ def derived(name: str, tokens: Sequence[int]) -> list[bytes]:
     parser = Words(name)
     events = [event for token in tokens if (event := parser.feed(token)) is not None]
     return [*events, parser.finish("length", PLAN, len(tokens))]
+
+
+@pytest.fixture(autouse=True)
+def even_few_rows_go_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "FEW_ROWS", 1)
 
 
 class Hall:
@@ -131,8 +136,12 @@ def story(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(1, VOCABULARY) for _ in range(length)]
 
 
+@pytest.mark.parametrize("few_rows", [1, 9, 1_000])
 @pytest.mark.parametrize("seed", range(25))
-def test_events_taken_by_columns_are_those_derived_one_by_one(seed: int):
+def test_events_taken_by_columns_are_those_derived_one_by_one(
+    seed: int, few_rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(streams, "FEW_ROWS", few_rows)
     rng = random.Random(seed)
     hall = Hall(12, num_batches=rng.randint(1, 3))
     stories = [story(rng, rng.randint(1, 300)) for _ in hall.streams]

@@ -134,6 +134,16 @@ def test_topics_are_linted_drawn_and_listed():
     assert tidemill("topics", "table").stdout.startswith("|")
 
 
+@pytest.mark.parametrize("command", ["lint", "graph", "table"])
+def test_a_topics_file_that_cannot_be_read_is_one_message(command: str, tmp_path: Path):
+    file = tmp_path / "topics.yaml"
+    file.write_bytes(b"version: 1 # \xe4")
+    shown = CliRunner().invoke(app, ["topics", command, str(file)])
+    assert shown.exit_code == 1
+    assert shown.output.startswith("tidemill: ")
+    assert str(file) in shown.output.replace("\n", "")
+
+
 def test_a_faulty_topics_file_is_told_and_fails(tmp_path: Path):
     file = tmp_path / "topics.yaml"
     file.write_text("version: 1\nstages: {}\nsurprise: true\n")
