@@ -5,14 +5,17 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import msgspec
+import msgpack
 
 # tag, attempt, choice, number (None: a note), end ("" runs on), the whole event
 Row = tuple[int, int, int, int | None, str, bytes]
 _Frame = tuple[int, int, int, bytes, bytes]  # tag, attempt, choice, head, tail
 
 _COLUMNS = 4  # fields of a row of columns; all others have six
-_decode = msgspec.msgpack.Decoder(list[list[Any]]).decode
+
+
+class BatchError(ValueError):
+    """Bytes that are not a batch of events."""
 
 
 class BatchReader:
@@ -25,19 +28,25 @@ class BatchReader:
     def read(self, owner: str, payload: bytes) -> list[Row]:
         """The events of a batch, whole. Pieces whose frame was lost are left out: the gap has them sent again.
 
-        owner: the NATS reply of the message. Raises: msgspec.DecodeError, ValueError.
+        owner: the NATS reply of the message. Raises: BatchError for anything that is no batch.
         """
         rows: list[Row] = []
-        for fields in _decode(payload):
-            if len(fields) == _COLUMNS:
-                self._columns(owner, fields, rows)
-                continue
-            tag, attempt, choice, number, end, event = fields
-            if number is None and end == "frame":
-                self._frame(owner, tag, attempt, choice, event)
-            else:
-                rows.append((tag, attempt, choice or 0, number, end or "", event))
+        try:
+            for fields in msgpack.unpackb(payload):
+                self._row(owner, fields, rows)
+        except (ValueError, TypeError, struct.error) as error:
+            raise BatchError(f"not a batch: {error}") from error
         return rows
+
+    def _row(self, owner: str, fields: list[Any], rows: list[Row]) -> None:
+        if len(fields) == _COLUMNS:
+            self._columns(owner, fields, rows)
+            return
+        tag, attempt, choice, number, end, event = fields
+        if number is None and end == "frame":
+            self._frame(owner, tag, attempt, choice, event)
+        else:
+            rows.append((tag, attempt, choice or 0, number, end or "", event))
 
     def _frame(self, owner: str, tag: int, attempt: int, choice: int, event: bytes) -> None:
         (handle,) = struct.unpack_from("<Q", event)
