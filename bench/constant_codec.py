@@ -23,6 +23,7 @@ from stages.codec import ChatEncoding, Codec
 from tidemill.heartbeat import beat
 from tidemill.worker import SERVED_MODELS
 
+PIECE_BYTES = 7  # median of a token's text in the stub's answers
 VOCABULARY = 129_280  # Source: facts-model 1
 _event = b""
 _pieces: list[bytes] = []
@@ -38,7 +39,10 @@ class ConstantStream:
         """The constant."""
         return _event
 
-    frame = (b"", b"")
+    @property
+    def frame(self) -> tuple[bytes, bytes]:
+        """All but the piece, as in a chunk."""
+        return _event[: -PIECE_BYTES - 1], _event[-1:]
 
     @property
     def pieces(self) -> list[bytes]:
@@ -86,7 +90,7 @@ def main() -> None:
     global _event  # noqa: PLW0603 -- set once, before anything runs
     url, event_bytes, worker_id = sys.argv[1:]
     _event = b'"' + b"x" * (int(event_bytes) - 2) + b'"'
-    _pieces.extend([_event] * VOCABULARY)
+    _pieces.extend([_event[-PIECE_BYTES - 1 : -1]] * VOCABULARY)
     uvloop.run(_serve(url, worker_id))
 
 

@@ -6,7 +6,7 @@ import random
 from array import array
 from dataclasses import dataclass, field
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 import orjson
 import pytest
 from hypothesis import given, settings
