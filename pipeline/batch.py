@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import accumulate
 from typing import Any
 
 import msgpack
@@ -55,17 +56,14 @@ class BatchReader:
         self._places.setdefault(tag, []).append((owner, handle))
 
     def _columns(self, owner: str, fields: list[bytes], rows: list[Row]) -> None:
-        frames = self._frames.get(owner, {})
+        frame_of = self._frames.get(owner, {}).get
         handles, numbers, sizes, pieces = fields
         columns = (memoryview(handles).cast("Q"), memoryview(numbers).cast("I"), memoryview(sizes).cast("H"))
-        at, add = 0, rows.append
-        for handle, number, size in zip(*columns, strict=True):
-            end = at + size
-            frame = frames.get(handle)
-            if frame is not None:
-                tag, attempt, choice, head, tail = frame
-                add((tag, attempt, choice, number, "", head + pieces[at:end] + tail))
-            at = end
+        rows += [
+            (frame[0], frame[1], frame[2], number, "", frame[3] + pieces[end - size : end] + frame[4])
+            for handle, number, size, end in zip(*columns, accumulate(columns[2]), strict=True)
+            if (frame := frame_of(handle)) is not None
+        ]
 
     def forget(self, tag: int) -> None:
         """No more events of this tag."""

@@ -31,6 +31,7 @@ SILENCE_PAST_DEADLINE_S = 15.0
 RESUME_SILENCE_S = 60.0
 # With one Msg-Id: the broker drops what it has already. A storing broker answers in milliseconds, so two seconds mean
 # that the message or its answer was lost; without a connection four tries span 0.6 s, a few reconnects. Source: ours
+LAST_WANTS_S = 0.01  # ours; a request stays with its owner so much longer
 _PUBLISH_TRIES = 4
 _ACK_TIMEOUT_S = 2.0
 # Ends of a whole request. One that ends so before it was encoded has one stream, however many choices it asked for.
@@ -150,7 +151,7 @@ class Stream:
                 self._ended.update(range(self.num_choices))
                 self.following = [1] * self.num_choices
         if self.ended:
-            self.want()
+            self.client.want_later(self)
             self._queue.put_nowait(None)
             self.client.forget(self)
 
@@ -185,6 +186,7 @@ class Client:
         self._tags: dict[int, Stream] = {}
         self._acks: dict[str, asyncio.Future[tuple[bytes, bytes | None]]] = {}
         self._serial = 0
+        self._last_wants: list[Stream] = []
         self._decode_json = msgspec.json.Decoder(_Json).decode
         self._batches = BatchReader()
         bus.subscribe(f"{self._inbox}.ack.*", self._acked)
@@ -207,6 +209,9 @@ class Client:
     async def close(self) -> None:
         """Close the connection. Open streams end with an error here; their requests are cancelled after 30 s."""
         self._watch.cancel()
+        if self._last_wants:
+            self._send_last_wants()
+            await self._bus.flush()
         for stream in [*self._streams.values()]:
             stream.fail(StreamLostError("the client was closed"))
         await self._bus.close()
@@ -367,6 +372,17 @@ class Client:
         # no responders on this reply subject tell that the owner is gone
         gone = f"{self._inbox}.s.{stream.tag}"
         self._bus.publish(stream.want_subject, self._want_body(stream, resend=resend), gone)
+
+    def want_later(self, stream: Stream) -> None:
+        """The last acknowledgement of a stream that has ended: nobody waits for it, so several may share a write."""
+        if not self._last_wants:
+            asyncio.get_running_loop().call_later(LAST_WANTS_S, self._send_last_wants)
+        self._last_wants.append(stream)
+
+    def _send_last_wants(self) -> None:
+        streams, self._last_wants = self._last_wants, []
+        for stream in streams:
+            self.want(stream, resend=False)
 
     def want_anyone(self, stream: Stream) -> None:
         """Broadcast a stream's Want: whoever owns the request answers with its events."""

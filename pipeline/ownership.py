@@ -110,6 +110,7 @@ class Ownership:
         self._waiting_bytes = 0
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._done: list[str] = []  # ack subjects of requests that are over
         self._cancelled: dict[tuple[str, str], float] = {}  # (tenant, rid) unseen so far -> until when it is remembered
         self._membership = membership
         self._timers = Timers(self._loop, lambda rid, timer: self._signal(rid, TimedOut(timer)))
@@ -285,7 +286,7 @@ class Ownership:
 
     def _ack_intake(self, request: Request, _action: AckIntake) -> None:
         self._endings.settle(request)
-        self.bus.tell(request.delivery.ack, b"+ACK")  # on that connection it holds up no other request
+        self._done.append(request.delivery.ack)
         if request.uses_blob:
             self._spawn(blob.purge(self.bus, request.head.tenant, request.rid))
         self._forget(request, Forget())
@@ -473,7 +474,11 @@ class Ownership:
     # --- clocks
 
     def _tick_acks(self) -> None:
+        """Positions to engines, ends to the broker: twenty times a second, so that many share a write."""
         self.streams.acknowledge(self._loop.time())
+        done, self._done = self._done, []
+        for ack in done:
+            self.bus.tell(ack, b"+ACK")
 
     def _tick_in_progress(self) -> None:
         now = self._loop.time()
