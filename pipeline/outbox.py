@@ -122,15 +122,27 @@ class Outbox:
         self._step += 1
         frames: _Frames = {}
         now = time.monotonic()
-        for row in rows:
-            entry = row.entry
+        columns, of_owner = _Columns(), ""
+        for entry, position, tokens, finish in rows:
             if entry.closed:
                 continue  # forgotten meanwhile: its owner has no use for it
-            entry.tokens.extend(row.tokens)
-            if row.finish:
-                entry.finish = row.finish
+            owner = entry.owner
+            if owner != of_owner or columns.full:
+                columns, of_owner = _columns(frames, owner), owner
+            if len(tokens) == 1 and not finish:
+                # nearly every row there is: what `add` would do, without the call
+                entry.tokens.append(tokens[0])
+                columns.handles.append(entry.handle)
+                columns.positions.append(position)
+                columns.counts.append(1)
+                columns.finishes.append(0)
+                columns.tokens.append(tokens[0])
+                continue
+            entry.tokens.extend(tokens)
+            if finish:
+                entry.finish = finish
                 entry.finished_at = now
-            _columns(frames, entry.owner).add(entry.handle, row.position, row.tokens, row.finish)
+            columns.add(entry.handle, position, tokens, finish)
         self._publish(frames)
 
     def _publish(self, frames: _Frames) -> None:

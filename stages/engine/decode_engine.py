@@ -39,6 +39,11 @@ class DecodeJob:
     entry: Entry
     leases: list[Lease] = field(default_factory=list)
     stopped: bool = False
+    ends: frozenset[int] = field(init=False)  # tokens that may be the last
+
+    def __post_init__(self) -> None:
+        sampling = self.seq.sampling
+        self.ends = frozenset() if sampling.ignore_eos else frozenset(sampling.eos_ids)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -110,11 +115,20 @@ class DecodeEngine:
         jobs, still = self._running, list[DecodeJob]()
         tokens = self._runner.decode([job.seq for job in jobs])
         context = self._runner.card.max_context_tokens
+        add_row, run_on = result.rows.append, still.append
         for job, token in zip(jobs, tokens, strict=True):
-            output = job.seq.output
+            seq = job.seq
+            output = seq.output
+            position = len(output)
             output.append(token)
-            finish = finish_of(job.seq, token, context)
-            result.rows.append(TokenRow(job.entry, len(output) - 1, (token,), finish))
+            # what cannot be the end is not asked for its reason: a call a token would cost a tenth of the step
+            most = min(seq.sampling.max_tokens, context - seq.num_prompt_tokens)
+            if position + 1 < most and token not in job.ends:
+                add_row(TokenRow(job.entry, position, (token,), 0))
+                run_on(job)
+                continue
+            finish = finish_of(seq, token, context)
+            add_row(TokenRow(job.entry, position, (token,), finish))
             (result.over if finish else still).append(job)
         self._running = still
 
