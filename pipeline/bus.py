@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from pipeline.metrics import count
 from pipeline.topology import Topology
 
 log = structlog.get_logger()
+
+REPEAT_LOG_S = 5.0  # the same error again is logged that often. Source: ours
 
 OnMessage = Callable[[str, str, bytes, bytes | None], None]
 
@@ -53,6 +56,7 @@ class Bus:
         self.control = control
         self._on_reconnect: list[Callable[[], None]] = []
         self._denied: list[str] = []
+        self._logged = ("", 0.0)
         self._last_error = ""
 
     @classmethod
@@ -90,13 +94,23 @@ class Bus:
             raise SetupError(f"max_payload of the broker is {allowed} bytes, at least {MIN_PAYLOAD_BYTES} are needed")
         return bus
 
+    def _is_news(self, text: str) -> bool:
+        """Whether to log it: a broker that is away is tried ten times a second, and says the same each time."""
+        now = time.monotonic()
+        if text == self._logged[0] and now - self._logged[1] < REPEAT_LOG_S:
+            return False
+        self._logged = (text, now)
+        return True
+
     async def _open(self, client: Client, urls: list[str], name: str, on_reconnect: Any) -> None:
         async def on_error(error: Exception) -> None:
             count("bus_errors")
+            news = self._is_news(f"{name}: {error}")
             self._last_error = str(error)
             if "permissions violation" in str(error).lower():
                 self._denied.append(str(error))
-            log.warning("bus error", connection=name, error=str(error))
+            if news:
+                log.warning("bus error", connection=name, error=str(error))
 
         async def on_disconnect() -> None:
             count("bus_disconnects")

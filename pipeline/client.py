@@ -410,7 +410,9 @@ class Client:
         for stream in list(self._streams.values()):
             silent_s = now - stream.heard_at
             if silent_s > stream.silence_s:
-                stream.fail(StreamLostError(f"nothing was heard of {stream.rid} for {silent_s:.0f} s"))
+                stream.fail(
+                    StreamLostError(f"nothing was heard of {stream.rid} for {silent_s:.0f} s: no codec worker lives")
+                )
             elif silent_s > self.limits.want_renew_s:
                 self.want_anyone(stream)
             else:

@@ -221,6 +221,12 @@ def send(
 
     if (prompt is None) == (file is None):
         raise typer.BadParameter("give either a prompt or --file")
+    if prompt is not None and not prompt.strip():
+        raise typer.BadParameter("the prompt is empty")
+    overrides = {"--model": model, "--system": system, "--max-tokens": max_tokens, "--temperature": temperature}
+    given = [name for name, value in {**overrides, "--seed": seed}.items() if value is not None]
+    if file is not None and given:
+        raise typer.BadParameter(f"--file is sent as it is: put {', '.join(given)} into it")
     with _errors_shown():
         options = commands.SendOptions(
             nats=find_nats(nats or ()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pipeline.bus import Bus
 from pipeline.client import Client, StreamLostError
 from pipeline.errors import RequestError, SetupError, TidemillError
 from pipeline.membership import Membership
-from pipeline.topology import Topology
+from pipeline.topology import Topology, TopologyError
 from tidemill.answer import AnswerPrinter
 from tidemill.errors import CommandError
 from tidemill.up import UpOptions, local_set
@@ -95,10 +96,22 @@ def demo(*, engine: str, body_path: Path | None) -> int:
     return _run(_demo(engine, body))
 
 
+def check_rid(rid: str) -> str:
+    """A request id as people paste it: 32 hex digits, with or without the `chatcmpl-` of an answer's id.
+
+    Raises:
+        CommandError: it is none.
+    """
+    bare = rid.removeprefix("chatcmpl-")
+    if not re.fullmatch(r"[0-9a-f]{32}", bare):
+        raise CommandError(f"{rid!r} is no request id: 32 hex digits are")
+    return bare
+
+
 def _run(work: Coroutine[Any, Any, int]) -> int:
     try:
         return uvloop.run(work)
-    except (SetupError, RequestError) as error:
+    except (SetupError, RequestError, TopologyError) as error:
         raise CommandError(str(error)) from error
     except TidemillError as error:
         raise CommandError(f"{type(error).__name__}: {error}") from error
@@ -128,7 +141,7 @@ async def _send(options: SendOptions) -> int:
             protocol=options.protocol,
             request_class=options.request_class,
             timeout_s=options.timeout_s,
-            rid=options.rid,
+            rid=None if options.rid is None else check_rid(options.rid),
             timeline=options.timeline,
         )
         printer = AnswerPrinter(sys.stdout, sys.stderr, raw=options.raw)
@@ -139,8 +152,11 @@ async def _send(options: SendOptions) -> int:
             raise CommandError(str(error)) from error
         except asyncio.CancelledError:
             client.cancel(stream.rid)  # Ctrl-C: the engines stop too
+            typer.echo(f"\ncancelled {stream.rid}", err=True)
             raise
         printer.close()
+        if not options.raw:
+            typer.echo(f"request {stream.rid}", err=True)
         return EXIT_REQUEST_FAILED if printer.failed else 0
 
 
@@ -172,6 +188,7 @@ async def _ps(nats: Sequence[str], *, as_json: bool) -> int:
 
 
 async def _cancel(nats: Sequence[str], rid: str, tenant: str) -> int:
+    rid = check_rid(rid)
     async with await Client.connect(nats, tenant) as client:
         if not await client.cancel_and_wait(rid):
             raise CommandError(f"no owner answered for {rid}: it has ended, or is not of tenant {tenant!r}")
