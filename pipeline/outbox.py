@@ -113,7 +113,10 @@ class Outbox:
         return {entry.owner for entry in self._entries.values()}
 
     def open(self, handle: int, owner: str, rid: str, position: int, note: bytes = b"") -> Entry:
-        """Tokens of this handle follow, the first at `position`."""
+        """Tokens of this handle follow, the first at `position`; what was open under it is closed."""
+        before = self._entries.get((owner, handle))
+        if before is not None:
+            self.forget(before)
         entry = self._entries[owner, handle] = Entry(handle, owner, rid, position, note=note)
         return entry
 

@@ -19,7 +19,7 @@ from pipeline.delivery import Subscriber
 from pipeline.stream import MAX_NUMBER, UNLIMITED_BYTES, Stream
 from pipeline.wire import Frame
 
-INDEX_BITS = 32  # of a handle's 64: the lower half is a slot, the upper one its generation. Source: ours
+INDEX_BITS = 24  # of a handle's 64: the lower ones are a slot, the upper 40 its generation. Source: ours
 INDEX_MASK = (1 << INDEX_BITS) - 1
 # Connections come and go: beyond it all streams are recalled and the list begins anew. Source: ours, far above the
 # connections that one owner serves at a time, so that it is rare.

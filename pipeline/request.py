@@ -121,6 +121,7 @@ class Request:
     plan: Plan | None = None
     want_at: float = -1.0  # loop time of the last Want; -1: none yet
     wanted: tuple[int, ...] = ()
+    rewind_from_s: float = 0.0  # not earlier are events that were sent once derived again for the same subscriber
     dispatched_to: tuple[str, ...] = ()  # lookup workers that this dispatch has tried by name
     uses_blob: bool = False
     tag: int = field(init=False)  # of the subscriber as it is now: another connection may take the stream up

@@ -8,6 +8,7 @@ batches from now on and names the stream in them. Source: design 2.6; decisions/
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -20,6 +21,10 @@ from pipeline.request import Request
 from pipeline.stream import MAX_WINDOW_BYTES
 from pipeline.streams import StreamTable
 from pipeline.subscribers import Subscribers
+
+# Deriving a token's events again costs ~10 us here. A subscriber that asks again and again for the same ones gets at
+# most a tenth of this process; who asked too early asks again (with its next event, or when it renews its Want).
+REWIND_TOKEN_S = 100e-6
 
 
 class WantMessage(msgspec.Struct):
@@ -95,13 +100,19 @@ class Wants:
         numbers = (numbers + [0] * len(request.streams))[: len(request.streams)]
         window_bytes = min(want.window_bytes, MAX_WINDOW_BYTES)
         before, request.wanted = request.wanted, tuple(numbers)
+        now_s, num_rewound = time.monotonic(), 0
+        may_rewind = now_s >= request.rewind_from_s
         for index, stream in enumerate(request.streams):
             stream.recall()
             following = numbers[index]
             stuck = index < len(before) and before[index] == following < stream.n
             prefix = out.prefix(request.tag, request.machine.attempt, stream.choice)
-            stream.want(following, window_bytes, out, prefix, want.resend or stuck)
+            again = may_rewind and (want.resend or stuck)
+            num_rewound += stream.fed if again else 0
+            stream.want(following, window_bytes, out, prefix, again)
             self._streams.pump(stream)
+        if num_rewound:
+            request.rewind_from_s = now_s + num_rewound * REWIND_TOKEN_S
         request.subscriber = out
         self._heard(request)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import codec.codec
@@ -17,6 +18,9 @@ from pipeline.membership import Membership
 from stages.parse import Parse
 
 INLINE_BODY_BYTES = 8_192  # larger ones are encoded in a thread. Source: facts-codec 12 (no stall above 5 ms)
+# Larger ones are encoded one after the other, on a thread of their own: they take seconds of a core, and whoever sends
+# many must not take every thread from the others. Source: ours; 1 MiB is ~250k ids, 0.4 s
+HUGE_BODY_BYTES = 1 << 20
 UNKNOWN_CONTEXT_TOKENS = 1 << 20  # until an engine has said its own limit. Source: facts-model 1
 
 EOS_IDS = (1,)  # Source: facts-model 1
@@ -51,6 +55,7 @@ class Codec:
         self._chat = chat
         self._membership = membership
         self._kv_secret = kv_secret
+        self._huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-body")
 
     async def handle(self, event: RequestBody) -> AsyncIterator[ChatEncoding]:
         """Encode one body.
@@ -64,7 +69,9 @@ class Codec:
         if len(event.body) <= INLINE_BODY_BYTES:
             encoding = self._encode(event, engine, context)
         else:
-            encoding = await asyncio.to_thread(self._encode, event, engine, context)
+            thread = self._huge if len(event.body) > HUGE_BODY_BYTES else None
+            loop = asyncio.get_running_loop()
+            encoding = await loop.run_in_executor(thread, self._encode, event, engine, context)
         if encoding is None:
             raise TransientError("no prefill engine has announced what it serves")
         yield encoding

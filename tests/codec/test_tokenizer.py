@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -113,6 +114,20 @@ def test_threads_get_the_same_ids(tokenizer: PromptTokenizer):
     alone = [tokenizer.encode(text, []).tolist() for text in texts]
     with ThreadPoolExecutor(4) as pool:
         assert [ids.tolist() for ids in pool.map(lambda text: tokenizer.encode(text, []), texts)] == alone
+
+
+def test_a_text_that_cannot_be_cut_stops_no_other_thread(vocabulary: Vocabulary):
+    """A ratio within one run: the longest pause of another thread against the whole time of encoding."""
+    tokenizer = PromptTokenizer(vocabulary, SegmentCache(1 << 20))
+    with ThreadPoolExecutor(1) as pool:
+        started = last = time.monotonic()
+        longest = 0.0
+        encoding = pool.submit(tokenizer.encode, "m " * 1_000_000, [])
+        while not encoding.done():
+            time.sleep(0.001)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert len(encoding.result()) >= 1_000_000
+        assert longest < 0.5 * (last - started)
 
 
 def test_encoding_starts_no_thread_pool():

@@ -159,6 +159,13 @@ def test_what_is_forgotten_is_not_sent_any_more():
     assert (sent.take(), list(one.tokens)) == ([], [])
 
 
+def test_opening_a_handle_again_silences_whoever_had_it():
+    outbox, sent, one = opened()
+    second = outbox.open(ONE, "codec-1", RID, 0)
+    outbox.push([TokenRow(one, 0, (11,))])
+    assert (sent.take(), one.closed, second.closed) == ([], True, False)
+
+
 def test_forgetting_a_closed_entry_spares_its_successor():
     outbox, _, one = opened()
     second = outbox.open(ONE, "codec-1", RID, 0)

@@ -17,6 +17,7 @@ from pipeline.delivery import BatchSubscriber, Subscriber
 from pipeline.events import FinishReason, Plan
 from pipeline.metrics import counters
 from pipeline.outbox import Outbox, TokenRow
+from pipeline.plain import INDEX_BITS, INDEX_MASK
 from pipeline.stream import Ending, Stream
 from pipeline.streams import StreamTable
 from pipeline.wire import AckKind, decode_acks, encode_frame
@@ -588,13 +589,20 @@ def test_a_released_handle_matches_nothing_and_its_engine_is_told():
     table.acknowledge(0.1)
     assert heard.acks == [("v1.ack.decode-1", AckKind.FORGET, [stale], [0])]
     two = open_stream(table, inbox.json_out())
-    assert (two.handle != stale, two.handle & 0xFFFFFFFF) == (True, stale & 0xFFFFFFFF), "the slot is used again"
+    assert (two.handle != stale, two.handle & INDEX_MASK) == (True, stale & INDEX_MASK), "the slot is used again"
     before = counters["frames_unknown_handle"]
-    unheard = (1 << 32) + 500
+    unheard = (1 << INDEX_BITS) + 500
     table.on_frame("v1.ack.decode-2", frame((stale, 1, [6, 7], 0), (two.handle, 0, [8], 0), (unheard, 0, [9], 0)), 0.2)
     assert counters["frames_unknown_handle"] == before + 2
     assert heard.acks[1:] == [("v1.ack.decode-2", AckKind.FORGET, [stale, unheard], [0, 0])]
     assert (list(one.tokens), list(two.tokens), len(table)) == ([4], [8], 1)
+
+
+def test_a_process_that_takes_over_a_workers_id_issues_none_of_its_handles():
+    """Else tokens for a request of the dead process would reach another one, perhaps of another tenant."""
+    tables = [table_with(Heard()) for _ in range(2)]
+    before, after = ({open_stream(table, Inbox().json_out()).handle for _ in range(1_000)} for table in tables)
+    assert (len(before), len(after), before & after) == (1_000, 1_000, set())
 
 
 def test_a_malformed_frame_is_counted_and_dropped():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +18,7 @@ from pipeline.events import Plan
 from pipeline.request import Request
 from pipeline.streams import StreamTable
 from pipeline.subscribers import Subscribers
-from pipeline.wants import Wants
+from pipeline.wants import REWIND_TOKEN_S, Wants
 from tests.pipeline.fabric import (
     STOP,
     Counted,
@@ -134,6 +136,30 @@ async def test_resend_repeats_from_next_on_with_the_same_bytes(nats_url: str):
         await it.wanted(next=1, resend=True)
         assert it.reader.numbers() == [0, 1, 2, 3, 1, 2, 3]
         assert it.reader.events[4:] == before[1:]
+
+
+async def test_asking_again_and_again_repeats_once_until_its_cost_is_paid(nats_url: str):
+    async with owned(nats_url) as it:
+        it.tokens(0, *range(10, 60), finish=STOP)
+        it.request.rewind_from_s = math.inf
+        for _ in range(20):
+            await it.wanted(next=0, resend=True)
+        assert it.reader.numbers() == list(range(51))
+        it.request.rewind_from_s = 0.0
+        asked_s = time.monotonic()
+        await it.wanted(next=0, resend=True)
+        assert it.reader.numbers() == 2 * list(range(51))
+        assert it.request.rewind_from_s >= asked_s + 50 * REWIND_TOKEN_S
+
+
+async def test_another_connection_gets_its_events_at_once_whoever_asked_before(nats_url: str):
+    async with owned(nats_url) as it:
+        it.tokens(0, 1, 2, 3)
+        it.request.rewind_from_s = math.inf
+        other = Reader(it.far, "_INBOX.other")
+        await it.settled()
+        await it.wanted(next=1, reply=other.reply)
+        assert other.numbers() == [1, 2]
 
 
 async def test_the_same_next_twice_with_more_to_come_means_that_events_were_lost(nats_url: str):
