@@ -22,8 +22,9 @@ from pipeline.stream import MAX_WINDOW_BYTES
 from pipeline.streams import StreamTable
 from pipeline.subscribers import Subscribers
 
-# Deriving a token's events again costs ~10 us here. A subscriber that asks again and again for the same ones gets at
-# most a tenth of this process; who asked too early asks again (with its next event, or when it renews its Want).
+# The pause before events of so many tokens are derived again for the same subscriber. Parsing one takes 1.5 us, its
+# event a few more, so one that asks without end takes a small share of this process; who asked too early asks again
+# (with its next event, or when it renews its Want). Source: bench/hops.py; the pause is ours
 REWIND_TOKEN_S = 100e-6
 
 

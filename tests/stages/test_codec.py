@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from typing import Any
@@ -11,7 +12,7 @@ import codec.codec
 from kv.block import chain_keys, root_of, salt
 from pipeline.errors import HTTP_STATUS, ErrorCode, RequestError, TransientError
 from pipeline.events import Plan, RequestBody
-from stages.codec import INLINE_BODY_BYTES, ChatEncoding, Codec
+from stages.codec import HUGE_BODY_BYTES, INLINE_BODY_BYTES, ChatEncoding, Codec
 from stages.engine.stub import LAYOUT
 from tests.stages.town import FINGERPRINT, Town, engine, town
 
@@ -73,6 +74,20 @@ async def test_a_large_body_gives_the_same_as_a_small_one(nats_url: str, chat: c
         encoding = await encoded(stage, event)
         assert encoding.ids == chat.encode_chat(event.body, 60_000).ids.tobytes()
         assert len(encoding.block_keys) == 16 * (encoding.num_prompt_tokens // 128)
+
+
+async def test_however_many_huge_bodies_come_others_do_not_wait_for_a_thread(nats_url: str, chat: codec.codec.Codec):
+    """More of them than the loop's own pool has threads; what is asserted is an order, not a time."""
+    async with town(nats_url) as here:
+        stage = await stage_with_engine(here, chat)
+        texts = [f"{i} " * (HUGE_BODY_BYTES // len(f"{i} ") + 1) for i in range(10, 50)]
+        huge = [asyncio.create_task(encoded(stage, request(text))) for text in texts]
+        await asyncio.sleep(0)  # each has begun
+        other = asyncio.create_task(encoded(stage, request(LONG * 20)))
+        await asyncio.wait([other, *huge], return_when=asyncio.FIRST_COMPLETED)
+        assert (other.done(), sum(task.done() for task in huge)) == (True, 0)
+        for task in huge:
+            task.cancel()
 
 
 async def test_block_keys_begin_at_model_layout_tenant_and_user(nats_url: str, chat: codec.codec.Codec):
