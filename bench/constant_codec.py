@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, fields
 
 import uvloop
@@ -69,7 +69,7 @@ class ConstantEncoding(ChatEncoding):
 class ConstantCodec(Codec):
     """The codec stage with constant answers."""
 
-    async def handle(self, event: RequestBody) -> AsyncIterator[ChatEncoding]:
+    async def handle(self, event: RequestBody) -> AsyncGenerator[ChatEncoding]:
         """As the product's."""
         async for encoding in super().handle(event):
             yield ConstantEncoding(**{field.name: getattr(encoding, field.name) for field in fields(encoding)})

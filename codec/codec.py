@@ -64,7 +64,7 @@ class Codec:
                 message=f"model {fields.model!r} is not served here; served: {', '.join(sorted(self.models))}",
                 param="model",
             )
-        chat = self._chat.render(fields.body, fields.members)
+        chat = self._chat.render(fields)
         refuse_unserved(fields)
         if chat.has_images:
             raise not_served("messages", "image input")

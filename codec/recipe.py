@@ -14,7 +14,7 @@ import msgspec
 
 from codec.errors import CodecError, invalid_request
 from codec.models import StreamStart
-from codec.request import Members, split_list
+from codec.request import ChatFields, Members, split_list
 
 PINNED = "0.2.0"
 
@@ -66,14 +66,14 @@ class ChatRecipe:
         self._v41 = recipe.DeepseekV41Encoding()
         self._v4 = recipe.DeepseekV4Encoding()
 
-    def render(self, body: bytes, members: Members) -> RenderedChat:
+    def render(self, fields: ChatFields) -> RenderedChat:
         """The prompt of a body whose model is known. Raises CodecError 400 naming the field that is wrong."""
         try:
-            request = recipe.ChatCompletionRequest(body).convert(self._options)
+            request = recipe.ChatCompletionRequest(fields.body).convert(self._options)
         except recipe.ConversionError as error:
             raise _official(error) from error
         except ValueError as error:  # wrong types: recipe says what it expected, but not where
-            raise self._blamed(members, str(error)) from error
+            raise self._blamed(fields.members, str(error)) from error
         is_v4 = request.model_version == recipe.ModelVersion.DeepseekV4Pro
         rendered = (self._v4 if is_v4 else self._v41).render_conversation(request.conversation)
         prompt, ranges = rendered.prompt, rendered.special_ranges

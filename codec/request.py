@@ -44,19 +44,20 @@ class _Role(msgspec.Struct):
     role: str = ""
 
 
-# member -> the type we read; null means absent
-_READ: dict[str, msgspec.json.Decoder[Any]] = {
-    "model": msgspec.json.Decoder(str | None),
-    "stream_options": msgspec.json.Decoder(_StreamOptions | None),
-    "user_id": msgspec.json.Decoder(str | None),
-    "user": msgspec.json.Decoder(str | None),
-    "metadata": msgspec.json.Decoder(_Metadata | None),
-    "tools": msgspec.json.Decoder(list[_Tool] | None),
-    "response_format": msgspec.json.Decoder(_Format | None),
-    "ignore_eos": msgspec.json.Decoder(bool | None),
-    "max_tokens": msgspec.json.Decoder(int | None),
-    "max_completion_tokens": msgspec.json.Decoder(int | None),
-}
+class _Read(msgspec.Struct):
+    """The members we read; null means absent."""
+
+    model: str | None = None
+    stream_options: _StreamOptions | None = None
+    user_id: str | None = None
+    user: str | None = None
+    metadata: _Metadata | None = None
+    tools: list[_Tool] | None = None
+    response_format: _Format | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
 
 # member -> values that wish for nothing. Any other value is refused, because an answer that ignores it would look like
 # one that obeys. (Penalties are in no table: the official service checks their range and ignores them, as recipe does.)
@@ -84,6 +85,15 @@ _UNSERVED: dict[str, tuple[object, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
 }
+_READ_DECODERS = {
+    field.name: msgspec.json.Decoder(field.type) for field in msgspec.structs.fields(_Read)
+}  # for the error that names the member
+_Body = msgspec.defstruct(
+    "_Body",
+    [("messages", msgspec.Raw, msgspec.Raw()), *((name, msgspec.Raw, msgspec.Raw()) for name in _UNSERVED)],
+    bases=(_Read,),
+)
+_BODY: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Body)  # all of a body that we look at, in one pass
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _MEMBERS: msgspec.json.Decoder[Members] = msgspec.json.Decoder(Members)
 _RAW_LIST = msgspec.json.Decoder(list[msgspec.Raw])
@@ -93,41 +103,45 @@ _TOO_DEEP = "is nested too deeply"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFields:
-    """Our own members, checked. `body` is what recipe is given."""
+    """Our own members, checked. `sent` is the sender's body, `body` what recipe is given."""
 
-    members: Members
-    read: dict[str, Any]  # those of `_READ`, decoded
+    read: _Read  # a _Body: the members of `_UNSERVED` are there too, empty when absent
+    sent: bytes
     body: bytes
     model: str
     salt_user: str
 
     @property
+    def members(self) -> Members:
+        """All members as they were sent."""
+        return _split(self.sent)
+
+    @property
     def include_usage(self) -> bool:
         """Whether a null `usage` is wanted on every chunk but the last, as OpenAI does it."""
-        options = self.read.get("stream_options")
+        options = self.read.stream_options
         return bool(options and options.include_usage)
 
     @property
     def ignore_eos(self) -> bool:
         """An extension: load generators and benches need answers of a fixed length."""
-        return bool(self.read.get("ignore_eos"))
+        return bool(self.read.ignore_eos)
 
     @property
     def has_tools(self) -> bool:
         """Whether the request declares any tool."""
-        return bool(self.read.get("tools"))
+        return bool(self.read.tools)
 
 
 def read_chat(body: bytes) -> ChatFields:
     """Our members of a body. Raises CodecError 400 for anything but a JSON object with members of the right types."""
-    members = _split(body)
-    read = {name: _decode(name, raw, _READ[name]) for name, raw in members.items() if name in _READ}
-    model = read.get("model")
-    if model is None:
+    try:
+        read = _BODY.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        read = _read_one_by_one(body)
+    if read.model is None:
         raise invalid_request("model: missing", "model")
-    return ChatFields(
-        members=members, read=read, body=_rewritten(body, members, read), model=model, salt_user=_salt_user(read)
-    )
+    return ChatFields(read=read, sent=body, body=_rewritten(body, read), model=read.model, salt_user=_salt_user(read))
 
 
 def refuse_unserved(fields: ChatFields) -> None:
@@ -135,15 +149,16 @@ def refuse_unserved(fields: ChatFields) -> None:
 
     It runs after recipe's validation, whose messages are the official ones.
     """
-    for name, raw in fields.members.items():
-        if name in _UNSERVED:
+    for name, nothing in _UNSERVED.items():
+        raw = getattr(fields.read, name)
+        if raw:
             value = _decode(name, raw, _ANY)
-            if value is not None and value not in _UNSERVED[name]:
+            if value is not None and value not in nothing:
                 raise not_served(name, _shown(raw))
-    answer_format = fields.read.get("response_format")
+    answer_format = fields.read.response_format
     if answer_format and answer_format.type != "text":
         raise not_served("response_format", f"type {answer_format.type}")
-    if any(tool.function and tool.function.strict for tool in fields.read.get("tools") or ()):
+    if any(tool.function and tool.function.strict for tool in fields.read.tools or ()):
         raise not_served("tools", "strict: true")
 
 
@@ -183,29 +198,40 @@ def _decode(name: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[Any]) -> 
         raise invalid_request(f"{name}: {_TOO_DEEP}", name) from None
 
 
-def _salt_user(read: dict[str, Any]) -> str:
+def _read_one_by_one(body: bytes) -> Any:
+    """The same, member by member, so that an error names the one that is wrong. Raises CodecError 400."""
+    members, read = _split(body), _Body()
+    for name, decoder in _READ_DECODERS.items():
+        if name in members:
+            setattr(read, name, _decode(name, members[name], decoder))
+    for name in ("messages", *_UNSERVED):
+        if name in members:
+            setattr(read, name, members[name])
+    return read
+
+
+def _salt_user(read: _Read) -> str:
     """The end user's id: DeepSeek's field, then OpenAI's, then Anthropic's."""
-    metadata = read.get("metadata")
-    candidates = {"user_id": read.get("user_id"), "user": read.get("user"), "metadata": metadata and metadata.user_id}
+    metadata = read.metadata
+    candidates = {"user_id": read.user_id, "user": read.user, "metadata": metadata and metadata.user_id}
     for name, user in candidates.items():
         if user:
             if (size := len(user.encode())) > MAX_USER_BYTES:
                 raise invalid_request(f"{name}: a user id of {size} bytes, the limit is {MAX_USER_BYTES}", name)
-            return str(user)
+            return user
     return ""
 
 
-def _rewritten(body: bytes, members: Members, read: dict[str, Any]) -> bytes:
+def _rewritten(body: bytes, read: Any) -> bytes:
     """The body with the two aliases that recipe does not know; almost always the very same bytes."""
     changed: dict[str, msgspec.Raw] = {}
-    if (limit := read.get("max_completion_tokens")) is not None:
-        if read.get("max_tokens") not in {None, limit}:
+    if (limit := read.max_completion_tokens) is not None:
+        if read.max_tokens not in {None, limit}:
             raise invalid_request("max_completion_tokens and max_tokens contradict each other", "max_completion_tokens")
-        changed["max_tokens"] = members["max_completion_tokens"]
-    messages = members.get("messages", msgspec.Raw())
-    if b'"developer"' in memoryview(messages).tobytes():
-        changed["messages"] = msgspec.Raw(msgspec.json.encode([_as_system(raw) for raw in split_list(messages)]))
-    return msgspec.json.encode(members | changed) if changed else body
+        changed["max_tokens"] = msgspec.Raw(b"%d" % limit)
+    if b'"developer"' in memoryview(read.messages).tobytes():
+        changed["messages"] = msgspec.Raw(msgspec.json.encode([_as_system(raw) for raw in split_list(read.messages)]))
+    return msgspec.json.encode(_split(body) | changed) if changed else body
 
 
 def _as_system(message: msgspec.Raw) -> msgspec.Raw:

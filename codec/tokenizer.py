@@ -7,20 +7,16 @@ control token gets its letters. Source: facts-codec (injection-safe encoding).
 
 from __future__ import annotations
 
-import os
 import re
 from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
+from codec.bpe import load_bpe
 from codec.segments import SegmentCache
 from codec.vocab import Vocabulary
-
-# Read when the first batch is encoded: a thread pool for single texts would only take cores from the event loop.
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # A long segment is encoded in pieces of about this many characters (~4k ids, ~6 ms): finer cache entries for texts
 # that only grow, and reading the ids of one piece holds the GIL for 0.4 ms instead of 30 ms for a 1 MB segment.
@@ -44,15 +40,11 @@ def pieces(segment: str) -> Iterator[str]:
 
 
 class PromptTokenizer:
-    """The official byte-level BPE behind a segment cache. Safe to share between threads.
-
-    Only the batch calls of `tokenizers` release the GIL (measured: `encode` of 2 MB stopped every other thread for 2 s,
-    `encode_batch_fast` for none, in 0.75 of the time).
-    """
+    """The byte-level BPE behind a segment cache. Safe to share between threads."""
 
     def __init__(self, vocabulary: Vocabulary, cache: SegmentCache) -> None:
-        self._bpe: Tokenizer = Tokenizer.from_str(vocabulary.tokenizer_json)  # ~190 ms, and holds the GIL
-        self._control = {spelling: _u32le([token_id]) for spelling, token_id in vocabulary.added.items()}
+        self._bpe = load_bpe(vocabulary.tokenizer_json)
+        self._control = {spelling: array("I", [token_id]).tobytes() for spelling, token_id in vocabulary.added.items()}
         self.cache = cache
 
     def encode(self, prompt: str, control_ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint32]:
@@ -73,15 +65,8 @@ class PromptTokenizer:
         return np.frombuffer(b"".join(out), dtype="<u4")
 
     def _plain(self, piece: str) -> bytes:
-        digest = self.cache.digest(piece)
-        ids = self.cache.get(digest)
+        ids = self.cache.get(piece)
         if ids is None:
-            (encoding,) = self._bpe.encode_batch_fast([piece], add_special_tokens=False)
-            ids = _u32le(encoding.ids)
-            self.cache.put(digest, ids)
+            ids = self._bpe(piece)
+            self.cache.put(piece, ids)
         return ids
-
-
-def _u32le(ids: Sequence[int]) -> bytes:
-    out = array("I", ids)  # three times faster than numpy from a list
-    return out.tobytes()

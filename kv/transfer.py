@@ -109,7 +109,7 @@ class Offer:
     @property
     def state_bytes(self) -> int:
         """Bytes of all pieces of state together."""
-        return int(self.state[:, 1].sum())
+        return sum(self.state[:, 1].tolist())
 
     def lapsed(self, now_ns: int | None = None) -> bool:
         """Whether the lease's time is over, so that reading need not begin. Wall clock."""
@@ -163,7 +163,7 @@ def transfer(
     bad: list[int] = []
     num_bytes = 0
     for number, offset, dest in jobs:
-        np.copyto(dest, source[offset : offset + len(dest)])
+        dest[:] = source[offset : offset + len(dest)]
         num_bytes += len(dest)
         # at once, while the copy is in this core's cache: 5 times as fast as from memory
         if verify and checksum(dest) != offer.checksums[number]:

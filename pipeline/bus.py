@@ -20,7 +20,7 @@ from typing import Any
 import nats.errors
 import structlog
 
-from pipeline.busclient import BusDisconnected, BusOverrun, Client
+from pipeline.busclient import BusDisconnected, BusOverrun, Client, PayloadTooLargeError
 from pipeline.errors import SetupError, TransientError
 from pipeline.fastnats import make_client
 from pipeline.metrics import count
@@ -163,19 +163,22 @@ class Bus:
         """Send on the data connection; False (and a counter) when it is down or the message too large."""
         return self._publish(self.data, subject, payload, reply)
 
+    def push(self) -> None:
+        """Write what was published on the data connection now (see Client.push): a request waits for it."""
+        self.data.push()
+
     def tell(self, subject: str, payload: bytes, reply: str = "") -> bool:
         """Send on the control connection; False (and a counter) when it is down."""
         return self._publish(self.control, subject, payload, reply)
 
     @staticmethod
     def _publish(client: Client, subject: str, payload: bytes, reply: str) -> bool:
-        if len(payload) > client.max_payload:
-            # a larger message would make the broker cut the connection
-            count("publish_too_large")
-            log.error("message too large", subject=subject, num_bytes=len(payload), max_payload=client.max_payload)
-            return False
         try:
             client.publish_nowait(subject, payload, reply)
+        except PayloadTooLargeError as error:
+            count("publish_too_large")
+            log.warning("message too large", subject=subject, error=str(error))
+            return False
         except BusDisconnected:
             count("publish_disconnected")
             return False

@@ -33,7 +33,9 @@ class Dispatcher:
         if len(request.body) > self._limits.max_body_bytes:
             raise blob.too_large(len(request.body), self._limits.max_body_bytes)
         event = RequestBody(head.rid, head.tenant, head.protocol, request.body)
-        encoding: Encoding = await anext(aiter(self._codec.handle(event)))
+        # to its end: a generator that is left unfinished costs a task that closes it
+        encoding: Encoding
+        [encoding] = [each async for each in self._codec.handle(event)]
         if len(encoding.ids) > self._limits.inline_ids_bytes and not encoding.too_long:
             stored = await blob.put(self._bus, head.tenant, head.rid, "ids", encoding.ids)
             request.ids_ref = stored.text()
@@ -56,6 +58,7 @@ class Dispatcher:
             salt=encoding.salt,
         )
         self._bus.publish(self._subject(request, named=named), encode(event))
+        self._bus.push()
 
     def _envelope(self, request: Request, encoding: Encoding) -> Envelope:
         return Envelope(
@@ -77,8 +80,11 @@ class Dispatcher:
 
     def _subject(self, request: Request, *, named: bool) -> str:
         topology = self._bus.topology
+        if not named:
+            request.dispatched_to = ()
+            return topology.subject("encoded")
         workers = sorted(b.worker for b in self._membership.fresh("lookup") if b.worker not in request.dispatched_to)
-        if not named or not workers:
+        if not workers:
             request.dispatched_to = ()
             return topology.subject("encoded")
         worker = workers[int(request.rid[:8], 16) % len(workers)]

@@ -14,29 +14,8 @@ from pipeline.metrics import count
 from pipeline.owner import EndStream
 from pipeline.request import Request
 from pipeline.stage import CodecStage, TokenStream
-from pipeline.stream import MAX_WINDOW_BYTES, Ending, Stream
+from pipeline.stream import MAX_WINDOW_BYTES, Ending, NoTokens, Stream
 from pipeline.streams import StreamTable
-
-
-class NoTokens:
-    """The parser of a request that ended before it had one: its only event is a failure, made elsewhere."""
-
-    can_stop = False
-    stopped = False
-
-    def feed(self, token: int) -> bytes | None:
-        """Never called. Raises: AssertionError."""
-        raise AssertionError(f"token {token} for a request that never started")
-
-    pieces = None
-    frame = (b"", b"")
-
-    def passed(self, num_tokens: int) -> None:
-        """See TokenStream."""
-
-    def finish(self, reason: str, _plan: Plan, num_tokens: int) -> bytes:
-        """See TokenStream."""
-        return note_body("ended", reason=reason, tokens=num_tokens)
 
 
 class Endings:

@@ -161,6 +161,11 @@ class FastClient(Client):
             self._append(command.sub_cmd(subject, queue, self._sid))
         return subscription
 
+    def push(self) -> None:
+        """See Client."""
+        if not self._ps.more:
+            self._flush_now()
+
     @property
     def buffered_bytes(self) -> int:
         """See Client."""

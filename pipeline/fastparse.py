@@ -32,11 +32,6 @@ def _is_size(word: bytes) -> bool:
     return word.isdigit() and len(word) <= MAX_SIZE_DIGITS
 
 
-def _is_message(words: list[bytes]) -> bool:
-    """Whether these are MSG (or, without its header length, HMSG), subject, id, perhaps reply, size."""
-    return 4 <= len(words) <= 5 and _is_size(words[-1])
-
-
 def _header_bytes(words: list[bytes]) -> int:
     """The header length of an HMSG line, taken out of its words; -1 if it is none or longer than the message."""
     if words[0] != b"HMSG" or not (5 <= len(words) <= 6 and _is_size(words[-1]) and _is_size(words[-2])):
@@ -73,7 +68,8 @@ class FastParser:
     """Takes the place of nats-py's `Parser` (`reset`, `parse`) and adds `feed` for the synchronous way.
 
     `open` is False from a reset until the next read loop starts: bytes of a connection that was given up are not
-    dispatched. `busy` is True while `parse` runs, when `feed` must not be called.
+    dispatched. `busy` is True while `parse` runs, when `feed` must not be called. `more`, for the listener that is
+    being called: whether something was read behind its message.
     """
 
     def __init__(self, host: Host) -> None:
@@ -81,6 +77,7 @@ class FastParser:
         self._stock = Parser(host)
         self.open = False
         self.busy = False
+        self.more = False
         self.reset()
 
     def reset(self) -> None:
@@ -147,7 +144,9 @@ class FastParser:
                 words = buffer[position:line_end].split()
                 self._op_start, position = position, line_end + 2
                 header_bytes = _header_bytes(words) if words and words[0] != b"MSG" else 0
-                if header_bytes < 0 or not _is_message(words):
+                # MSG (or, without its header length, HMSG), subject, id, perhaps reply, size
+                is_message = 4 <= len(words) <= 5 and words[-1].isdigit() and len(words[-1]) <= MAX_SIZE_DIGITS
+                if header_bytes < 0 or not is_message:
                     if self._signal(words):
                         continue
                     return buffer[self._op_start : position]
@@ -166,6 +165,7 @@ class FastParser:
                     continue  # unsubscribed a moment ago
                 messages += 1
                 num_bytes += len(payload)
+                self.more = position < end
                 try:
                     listener(words[1].decode(), words[3].decode() if len(words) == 5 else "", payload, headers)
                 except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- facts-bus 10.1: see Host
@@ -173,6 +173,7 @@ class FastParser:
             return None
         finally:
             self._position = position
+            self.more = False
             if messages:
                 self._host.count_in(messages, num_bytes)
 

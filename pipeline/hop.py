@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ log = structlog.get_logger()
 
 STAGE = "lookup"
 NEXT = "prefill"
-ANSWER_AFTER_S = 0.005  # far below the owner's accept timeout (25 ms), far above an engine's answer. Source: ours
+ANSWER_AFTER_S = 0.012  # half the owner's accept timeout, and twice what engines keep their notes for. Source: ours
 
 
 class LookupHop:
@@ -88,7 +89,8 @@ class LookupHop:
     async def _match(self, event: PromptEncoded, start_ns: int) -> None:
         env = event.env
         try:
-            answer = await first_taker(self._offers, (env.rid, env.attempt, NEXT), self._candidates(event, start_ns))
+            async with aclosing(self._candidates(event, start_ns)) as candidates:
+                answer = await first_taker(self._offers, (env.rid, env.attempt, NEXT), candidates)
         except RequestError as error:
             self._fail(event, error.code, error.message, transient=False)
             return
@@ -107,12 +109,13 @@ class LookupHop:
             busy = Accepted(env.rid, env.attempt, NEXT, self._bus.worker, self._epoch, Outcome.BUSY, env.owner)
             self._tell(env.owner, busy)
 
-    async def _candidates(self, event: PromptEncoded, start_ns: int) -> AsyncIterator[tuple[str, bytes]]:
-        async for matched in self._stage.handle(event):
-            if self._tombstones.is_dead(event.env.rid, event.env.attempt):
-                return
-            span = Span(STAGE, self._bus.worker, start_ns, time.time_ns(), f"hit {matched.expected_hit_tokens}")
-            yield self._addressed(matched, span)
+    async def _candidates(self, event: PromptEncoded, start_ns: int) -> AsyncGenerator[tuple[str, bytes]]:
+        async with aclosing(self._stage.handle(event)) as alternatives:
+            async for matched in alternatives:
+                if self._tombstones.is_dead(event.env.rid, event.env.attempt):
+                    return
+                span = Span(STAGE, self._bus.worker, start_ns, time.time_ns(), f"hit {matched.expected_hit_tokens}")
+                yield self._addressed(matched, span)
 
     def _addressed(self, matched: PrefixMatched, span: Span) -> tuple[str, bytes]:
         event = msgspec.structs.replace(matched, sender=self._bus.worker, spans=(*matched.prompt.spans, span))

@@ -39,6 +39,7 @@ class Offers:
         timer = loop.call_later(self._timeout_s, loop.call_soon, loop.call_soon, _give_up, future)
         try:
             self._bus.publish(subject, payload)
+            self._bus.push()
             return await future
         except TimeoutError:
             count("offers_unanswered")

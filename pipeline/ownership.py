@@ -357,6 +357,8 @@ class Ownership:
             return
         self._restart(request, Restart(request.machine.attempt))
         self.signal(request, Encoded())
+        for stream in request.streams:
+            stream.open()
 
     def _check_delivered(self, request: Request) -> None:
         if request.machine.state is State.ENDING and request.delivered:

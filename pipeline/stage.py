@@ -7,7 +7,7 @@ stream    `open(...)` gives one choice's parser, fed token by token: parse
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from pipeline.outbox import Entry
 class RequestStage(Protocol):
     """Event in, events out. Errors: RequestError ends the request, TransientError retries it."""
 
-    def handle(self, event: Any) -> AsyncIterator[Any]:
+    def handle(self, event: Any) -> AsyncGenerator[Any]:
         """Do the stage's work for one event."""
         ...
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from pipeline.delivery import Subscriber
 from pipeline.events import FINISH_CODES, Plan
@@ -48,6 +49,26 @@ class Ending:
 
     name: str
     failure: bytes | None = None
+
+
+class NoTokens:
+    """The parser of a stream that is not open yet, or that ends before it could be: it is given no token."""
+
+    can_stop = True  # nothing runs on before the real one has been asked
+    stopped = False
+    pieces = None
+    frame = (b"", b"")
+
+    def feed(self, token: int) -> bytes | None:
+        """Never called. Raises: AssertionError."""
+        raise AssertionError(f"token {token} for a stream that is not open")
+
+    def passed(self, num_tokens: int) -> None:
+        """See TokenStream."""
+
+    def finish(self, reason: str, _plan: Plan, num_tokens: int) -> bytes:
+        """The last event of a request that was never encoded."""
+        return orjson.dumps({"type": "ended", "reason": reason, "tokens": num_tokens})
 
 
 class Stream:
@@ -88,7 +109,7 @@ class Stream:
         self.rid = rid
         self.choice = choice
         self.open_parser = open_parser
-        self.parser = open_parser()
+        self.parser: TokenStream = NoTokens()
         self.out = out
         self.prefix = b""
         self.handle = 0
@@ -144,6 +165,11 @@ class Stream:
         event = self.parser.feed(token)
         if event is not None:
             self.emit(event)
+
+    def open(self) -> None:
+        """Have the parser ready. The first `pump` does it at the latest: it is no part of a request's way to lookup."""
+        if isinstance(self.parser, NoTokens):
+            self.parser = self.open_parser()
 
     def recall(self) -> None:
         """Have the fields here say what is: do this before reading or changing them."""
@@ -222,6 +248,7 @@ class Stream:
 
     def pump(self) -> bool:
         """Feed the parser and publish events while the window is open; True when more could be done at once."""
+        self.open()
         budget = PUMP_TOKENS
         tokens, parser = self.tokens, self.parser
         end = self.finish_at if self.finish_at >= 0 else len(tokens)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 import codec.codec
 from codec.errors import CodecError, error_body
@@ -57,7 +58,7 @@ class Codec:
         self._kv_secret = kv_secret
         self._huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-body")
 
-    async def handle(self, event: RequestBody) -> AsyncIterator[ChatEncoding]:
+    async def handle(self, event: RequestBody) -> AsyncGenerator[ChatEncoding]:
         """Encode one body.
 
         Raises: RequestError for a fault of the body, TransientError while no engine has said what it serves.
@@ -87,10 +88,8 @@ class Codec:
             raise RequestError(ErrorCode(error.code), error.message, param=error.param) from error
         if engine is None:
             return None
-        salted = salt(event.tenant, prompt.salt_user, self._kv_secret)
-        keys = b""
-        if not prompt.too_long:
-            keys = chain_keys(root_of(engine.fingerprint, bytes.fromhex(engine.layout), salted), prompt.ids)
+        salted, root = _roots(event.tenant, prompt.salt_user, self._kv_secret, engine.fingerprint, engine.layout)
+        keys = b"" if prompt.too_long else chain_keys(root, prompt.ids)
         wishes = prompt.sampling
         return ChatEncoding(
             model=prompt.model,
@@ -118,3 +117,10 @@ class Codec:
     def failure(self, protocol: str, code: ErrorCode, message: str, param: str | None = None) -> bytes:  # noqa: ARG002
         """The error body of the protocol. Every protocol that is served so far has OpenAI's envelope."""
         return error_body(code=code, message=message, status=HTTP_STATUS[code], param=param)
+
+
+@lru_cache(maxsize=10_000)
+def _roots(tenant: str, user: str, secret: bytes, fingerprint: str, layout: str) -> tuple[bytes, bytes]:
+    """Salt of a tenant's user, and the root of its keys for one model and layout."""
+    salted = salt(tenant, user, secret)
+    return salted, root_of(fingerprint, bytes.fromhex(layout), salted)

@@ -97,6 +97,7 @@ class Decode:
 
     def _stepped(self, result: DecodeResult) -> None:
         self.host.outbox.push(result.rows)
+        self.host.bus.push()
         for job in result.over:
             self._release(job)
         if result.over:

@@ -74,28 +74,31 @@ class Sender:
     def __init__(
         self,
         host: EngineHost,
+        card: ModelCard,
         memory: EngineMemory,
         ticket: Callable[[int], RegionTicket],
         on_end: Callable[[Handover], None],
     ) -> None:
         self._host = host
+        self._fingerprint = card.fingerprint
+        self._layout = card.layout.digest().hex()
         self._memory = memory
         self._ticket = ticket
         self._on_end = on_end
         self._open: dict[tuple[str, int], Handover] = {}
         self._assigned = Assigned()
 
-    def choose(self, card: ModelCard, skip: frozenset[str] = frozenset()) -> str:
+    def choose(self, skip: frozenset[str] = frozenset()) -> str:
         """The decode engine to offer to, '' when there is none."""
         beacons = [b for b in self._host.membership.fresh("decode") if b.worker not in skip]
-        layout = card.layout.digest().hex()
-        ranked = rank_decode(beacons, self._assigned.expire(), fingerprint=card.fingerprint, layout=layout)
+        assigned = self._assigned.expire()
+        ranked = rank_decode(beacons, assigned, fingerprint=self._fingerprint, layout=self._layout)
         return ranked[0].worker if ranked else ""
 
-    def hand_over(self, handover: Handover, decode: str, card: ModelCard) -> Handover:
+    def hand_over(self, handover: Handover, decode: str) -> Handover:
         """Begin; `on_end` is called once it is over, whatever happens."""
         self._open[handover.key] = handover
-        handover.task = eager.start(self._run(handover, decode, card))
+        handover.task = eager.start(self._run(handover, decode))
         return handover
 
     def cancel(self, handover: Handover) -> None:
@@ -157,16 +160,16 @@ class Sender:
         failed = StageFailed(env.rid, env.attempt, "prefill", host.worker, host.epoch, "internal", message, True)
         host.tell(env.owner, failed)
 
-    async def _run(self, handover: Handover, decode: str, card: ModelCard) -> None:
+    async def _run(self, handover: Handover, decode: str) -> None:
         try:
-            await self._offer_around(handover, decode, card)
+            await self._offer_around(handover, decode)
         except Exception:
             # a bug fails this handoff and frees its KV; the worker lives
             log.exception("handing over failed", rid=handover.env.rid)
             self._report(handover, "internal")
             self._apply(handover, PrefillInput.CANCEL)
 
-    async def _offer_around(self, handover: Handover, decode: str, card: ModelCard) -> None:
+    async def _offer_around(self, handover: Handover, decode: str) -> None:
         """Offer until somebody has read it or nobody needs it."""
         busy: set[str] = set()
         pause_s = _PAUSE_S
@@ -179,13 +182,13 @@ class Sender:
                     self._apply(handover, PrefillInput.CANCEL)
                     return
             else:
-                await self._offer(handover, decode, card)
+                await self._offer(handover, decode)
                 if await self._settled(handover):
                     return
                 busy.add(decode)
-            decode = self.choose(card, frozenset(busy))
+            decode = self.choose(frozenset(busy))
 
-    async def _offer(self, handover: Handover, decode: str, card: ModelCard) -> None:
+    async def _offer(self, handover: Handover, decode: str) -> None:
         epoch = self._memory.region.grant()
         if handover.handoff is None:
             handover.handoff = PrefillHandoff(epoch)
@@ -195,7 +198,7 @@ class Sender:
         handover.changed.clear()
         handover.lease_ends_ns = time.time_ns() + int(self._host.limits.lease_s * 1e9)
         self._assigned.add(decode, 1)
-        payload = encode(self._event(handover, epoch, card))
+        payload = encode(self._event(handover, epoch))
         subject = self._host.bus.topology.subject("offer", worker=decode)
         key = (*handover.key, STAGE)
         answer = None
@@ -221,7 +224,7 @@ class Sender:
             await handover.changed.wait()
         return handover.key not in self._open
 
-    def _event(self, handover: Handover, epoch: int, card: ModelCard) -> PrefillFinished:
+    def _event(self, handover: Handover, epoch: int) -> PrefillFinished:
         seq, memory = handover.seq, self._memory
         offer = KVOffer(
             ticket=self._ticket(epoch),
@@ -233,7 +236,7 @@ class Sender:
         )
         return PrefillFinished(
             env=handover.env,
-            fingerprint=card.fingerprint,
+            fingerprint=self._fingerprint,
             num_prompt_tokens=seq.num_prompt_tokens,
             plan=handover.plan,
             sampling=handover.sampling,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import msgspec
 import structlog
@@ -30,7 +30,7 @@ class Lookup:
         self._index = index
         self._assigned = Assigned()
 
-    async def handle(self, event: PromptEncoded) -> AsyncIterator[PrefixMatched]:
+    async def handle(self, event: PromptEncoded) -> AsyncGenerator[PrefixMatched]:
         """Yield engines in order of preference; none when no fresh one serves the model."""
         hits = self._index.match(event.block_keys)
         beacons = self._membership.fresh("prefill")

@@ -85,7 +85,7 @@ class Prefill:
     def start(self) -> None:
         """Open the region to readers and begin to step; call on the running loop."""
         self._server = RegionServer(self.memory.region)
-        self._sender = Sender(self.host, self.memory, self.ticket, self._handed_over)
+        self._sender = Sender(self.host, self.card, self.memory, self.ticket, self._handed_over)
         self._stepper = Stepper(self.engine, self._stepped, self._step_failed)
         topology, worker = self.host.bus.topology, self.host.worker
         self._index_subject = topology.subject("index", worker=worker)
@@ -278,32 +278,33 @@ class Prefill:
             if taken is not None:
                 self._fail(taken, f"prefill failed: {type(error).__name__}", transient=True)
 
-    def _measure(self, taken: _Prompt) -> None:
+    def _measure(self, taken: _Prompt, ended_ns: int) -> None:
         """How many tokens two seconds of work are, by the prompt that was just finished (it had the engine alone)."""
         begun_ns = max(taken.started_ns, self._engine_free_ns)
-        self._engine_free_ns = time.time_ns()
+        self._engine_free_ns = ended_ns
         seconds = max(self._engine_free_ns - begun_ns, 1_000) / 1e9
         self._most_queued_tokens = max(int(MAX_QUEUED_S * taken.job.seq.plan.computed_tokens / seconds), BLOCK_TOKENS)
 
     def _finished(self, taken: _Prompt) -> None:
         job, env = taken.job, taken.event.prompt.env
         seq = job.seq
-        self._measure(taken)
-        self._seal(taken)
+        ended_ns = time.time_ns()
         seq.output.append(job.first_token)
         finish = finish_of(seq, job.first_token, self.card.max_context_tokens)
-        spans = (
-            *taken.event.spans,
-            Span(self.name, self.host.worker, taken.taken_ns, time.time_ns(), f"{seq.plan.kind}"),
-        )
-        decode = "" if finish else self._sender.choose(self.card)
+        decode = "" if finish else self._sender.choose()
+        # first what decode waits for; its leases hold the blocks, sealed or not
+        taken.handover = None if finish else self._sender.hand_over(self._offer(taken), decode)
+        if job.key not in self._prompts:
+            return  # the offer failed, and with it this attempt
+        self._measure(taken, ended_ns)
+        self._seal(taken)
+        span = Span(self.name, self.host.worker, taken.taken_ns, ended_ns, str(seq.plan.kind))
+        spans = (*taken.event.spans, span)
         note = PrefillNoted(env.rid, env.attempt, taken.plan, decode, spans, self.host.worker, self.host.epoch)
         repeated = encode(note) if finish else b""
         taken.entry = self.host.outbox.open(env.handles[seq.choice], env.owner, env.rid, 0, repeated)
-        if not finish:
-            taken.handover = self._sender.hand_over(self._offer(taken), decode, self.card)
         self.host.outbox.push([TokenRow(taken.entry, 0, (job.first_token,), finish)])
-        self.host.afterwards(partial(self.host.tell, env.owner, note))
+        self.host.note(partial(self.host.tell, env.owner, note))
         if finish:
             self._release(taken)
 

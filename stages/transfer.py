@@ -271,7 +271,7 @@ class Transfer:
         lacking = range(len(reading.had), offer.num_blocks)
         views = self.memory.block_views(reading.fresh)
         state = self.memory.kv.states[reading.slot]
-        num_bytes = int(offer.blocks[lacking.start :, 1].sum()) + offer.state_bytes
+        num_bytes = sum(offer.blocks[lacking.start :, 1].tolist()) + offer.state_bytes
         if num_bytes <= INLINE_BYTES:
             return transfer(reader, offer, views, state, lacking, verify=self.verify)
         return await asyncio.to_thread(transfer, reader, offer, views, state, lacking, verify=self.verify)
@@ -307,10 +307,14 @@ class Transfer:
             output=[event.first_tokens[0]],
         )
         entry = self.decode.begin(seq, reading.leases, env.handles[0], env.owner)
-        self.host.afterwards(partial(self._tell_transferred, reading, spans, entry))
+        self.host.note(partial(self._note, reading, ""))
+        if entry.finish:
+            self._tell_transferred(reading, spans, entry)  # the last event waits for it: usage is part of that
+        else:
+            self.host.note(partial(self._tell_transferred, reading, spans, entry))
 
     def _tell_transferred(self, reading: _Reading, spans: tuple[Span, ...], entry: Entry) -> None:
-        """Both ends hear that the KV is here; the owner once more with the end, until it acknowledges that."""
+        """The owner hears that the KV is here, and once more with the end, until it acknowledges that."""
         event, env, read = reading.event, reading.event.env, reading.result
         note = KVTransferred(
             env.rid,
@@ -325,7 +329,6 @@ class Transfer:
         )
         entry.note = encode(note)
         self.host.tell(env.owner, note)
-        self._note(reading, "")
 
     def _seal(self, reading: _Reading) -> None:
         """Full blocks may be hit by the next handoff of the same prefix."""

@@ -119,7 +119,7 @@ class StubRunner:
         number, first = divmod(start, BLOCK_TOKENS)
         last = first + len(terms)
         rows = self._rows[seq.block_table[number]]
-        sums = np.cumsum(terms, dtype=np.uint64)
+        sums = np.add.accumulate(terms)
         if first:
             sums += rows[first - 1, 0]
         hashes = _mix(self._link(seq, number) ^ sums)

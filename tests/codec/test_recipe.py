@@ -17,7 +17,7 @@ OFF = {"thinking": {"type": "disabled"}}
 
 def render(**members: Any):
     fields = read_chat(json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **members}).encode())
-    return RECIPE.render(fields.body, fields.members)
+    return RECIPE.render(fields)
 
 
 def assistant(content: str, **more: Any) -> list[dict[str, Any]]:

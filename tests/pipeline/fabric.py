@@ -8,7 +8,7 @@ import json
 import secrets
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -209,7 +209,7 @@ class EchoCodec:
         self.bodies: list[bytes] = []
         self.ready = True
 
-    async def handle(self, event: RequestBody) -> AsyncIterator[Encoded]:
+    async def handle(self, event: RequestBody) -> AsyncGenerator[Encoded]:
         self.bodies.append(event.body)
         if not self.ready:
             raise TransientError("no engine is known")

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from pipeline.bus import Bus
-from pipeline.endings import Endings, NoTokens, timeline
+from pipeline.endings import Endings, timeline
 from pipeline.errors import ErrorCode, RequestError
 from pipeline.events import FinishReason, Plan, Span
 from pipeline.metrics import counters
 from pipeline.owner import EndStream, Holder
 from pipeline.request import Request
+from pipeline.stream import NoTokens
 from pipeline.streams import StreamTable
 from pipeline.subscribers import Subscribers
 from tests.pipeline.fabric import LENGTH, EchoCodec, Reader, encoded, eventually, frame_of, joined, new_request

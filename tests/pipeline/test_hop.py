@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ class Choosing:
         self.gate.set()
         self.num_yielded = 0
 
-    async def handle(self, event: PromptEncoded) -> AsyncIterator[PrefixMatched]:
+    async def handle(self, event: PromptEncoded) -> AsyncGenerator[PrefixMatched]:
         self.before()
         await self.gate.wait()
         for engine in self.engines:
