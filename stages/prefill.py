@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import structlog
 
@@ -78,13 +79,17 @@ class Prefill:
     _most_queued_tokens: int = UNMEASURED_TOKENS
     _engine_free_ns: int = 0
     _server: RegionServer = field(init=False)
+    _ticket: RegionTicket = field(init=False)
     _sender: Sender = field(init=False)
     _stepper: Stepper = field(init=False)
     _index_subject: str = field(init=False)
 
     def start(self) -> None:
         """Open the region to readers and begin to step; call on the running loop."""
-        self._server = RegionServer(self.memory.region)
+        region = self.memory.region
+        self._server = RegionServer(region)
+        address = self._server.address
+        self._ticket = RegionTicket(self.host.worker, region.region_id, 0, region.num_bytes, "shm", address)
         self._sender = Sender(self.host, self.card, self.memory, self.ticket, self._handed_over)
         self._stepper = Stepper(self.engine, self._stepped, self._step_failed)
         topology, worker = self.host.bus.topology, self.host.worker
@@ -99,8 +104,7 @@ class Prefill:
 
     def ticket(self, epoch: int = 0) -> RegionTicket:
         """How to reach this engine's region, under a lease."""
-        region = self.memory.region
-        return RegionTicket(self.host.worker, region.region_id, epoch, region.num_bytes, "shm", self._server.address)
+        return msgspec.structs.replace(self._ticket, epoch=epoch)
 
     # --- what the host asks (pipeline.stage.EngineStage)
 
