@@ -28,10 +28,10 @@ from typing import Any
 import uvloop
 
 from bench.cost import IN_FLIGHT, TOKENS, Cost, cost
-from bench.latency import SHORTEST, Latency, causal_sizes, one_in_flight
+from bench.latency import SHORTEST, Latency, Slices, beside_chain, causal_sizes
 from bench.processes import BROKER, Fleet
 from bench.prompts import body
-from bench.raw import chain_p50
+from bench.raw import Chain
 from bench.token_rate import Load, TokenRate, token_rate
 
 RESULTS = Path(__file__).parent / "results" / "hops.csv"
@@ -47,6 +47,7 @@ BUDGETS = {
     "fabric_us_per_token": (2.0, 0.0),
 }
 
+FULL_SLICES = Slices()
 FULL_LOAD = Load(num_streams=1_200, max_tokens=1_100, warm_tokens=400_000, longest_s=5.0)
 
 Figures = dict[str, Any]
@@ -57,8 +58,7 @@ class Plan:
     """How much to run."""
 
     rounds: int = 5
-    chain_rounds: int = 400
-    latency_requests: int = 250
+    slices: Slices = FULL_SLICES
     repeats: int = 3
     requests: int = 2_000
     paced_requests: int = 600
@@ -69,8 +69,7 @@ class Plan:
 
 QUICK = Plan(
     rounds=1,
-    chain_rounds=50,
-    latency_requests=20,
+    slices=Slices(slices=1, chain_rounds=50, requests=20),
     repeats=1,
     requests=64,
     paced_requests=32,
@@ -101,16 +100,13 @@ def measure(plan: Plan, say: Callable[[str], None]) -> Figures:
 
 def _latency(fleet: Fleet, plan: Plan, codec: str, decode: str, say: Callable[[str], None]) -> Figures:
     url = fleet.url
-    uvloop.run(one_in_flight(url, 20, SHORTEST, plan.timeout_s))  # caches, and the workers' beacons
-    sizes = uvloop.run(causal_sizes(url, codec, decode, plan.timeout_s))
-    floors: list[float] = []
-    hops: list[Latency] = []
-    longer: list[Latency] = []
-    for number in range(1, plan.rounds + 1):
-        say(f"latency, round {number} of {plan.rounds}")
-        floors.append(statistics.median(chain_p50(url, list(sizes.values()), plan.chain_rounds)))
-        hops.append(uvloop.run(one_in_flight(url, plan.latency_requests, SHORTEST, plan.timeout_s)))
-        longer.append(uvloop.run(one_in_flight(url, plan.latency_requests, TOKENS, plan.timeout_s)))
+    sizes = uvloop.run(causal_sizes(url, codec, decode, plan.timeout_s))  # warms caches, too
+    rounds: list[tuple[float, Latency, Latency]] = []
+    with Chain(url, list(sizes.values())) as chain:
+        for number in range(1, plan.rounds + 1):
+            say(f"latency, round {number} of {plan.rounds}")
+            rounds.append(uvloop.run(beside_chain(url, chain, plan.slices, plan.timeout_s)))
+    floors, hops, longer = zip(*rounds, strict=True)
     best, floor = min(latency.second_s for latency in hops), min(floors)
     return {
         "hops_p50_ms": 1e3 * best,

@@ -1,7 +1,7 @@
 """The floor of the hop bench: a chain of deliveries over a NATS client that does nothing else.
 
 A hundred lines of protocol (PUB, SUB, MSG, PING) on uvloop, no headers, no reconnect, no TLS: what any client in
-Python can reach. `chain_p50` lets one message at a time travel client -> A -> B -> ... -> A -> client, each
+Python can reach. `Chain` lets one message at a time travel client -> A -> B -> ... -> A -> client, each
 letter an OS process; with six sizes these are the causal deliveries of a request up to its first decoded token:
 codec, lookup, prefill, decode, codec, client. Source: facts-bus 2.4, 3.1; ours.
 """
@@ -11,20 +11,21 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 from urllib.parse import urlparse
 
 import uvloop
 
 WARM_UP_ROUNDS = 100  # connections, caches of the server and the first page faults. Source: ours
 READY = "ready"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 60.0
 
 OnPayload = Callable[[str, bytes], None]
 
@@ -126,53 +127,83 @@ async def _forward(url: str, prefix: str, name: str, sizes: list[int]) -> None:
     await asyncio.Event().wait()
 
 
-async def _measure(url: str, prefix: str, sizes: list[int], rounds: int) -> list[float]:
-    """The client's process: seconds of each round trip."""
+async def _measure(url: str, prefix: str, sizes: list[int]) -> None:
+    """The client's process: for each number read, so many round trips, and a line with the seconds of each."""
     loop, first = asyncio.get_running_loop(), b"x" * sizes[0]
     arrived: asyncio.Future[None] = loop.create_future()
     client = await RawClient.connect(url, lambda _subject, _payload: arrived.set_result(None))
     client.subscribe(f"{prefix}.{len(sizes) - 1}", 1)
     await client.flush()
-    times = []
-    for _ in range(WARM_UP_ROUNDS + rounds):
-        arrived = loop.create_future()
-        start = time.perf_counter()
-        client.publish(f"{prefix}.0", first)
-        await arrived
-        times.append(time.perf_counter() - start)
-    return times[WARM_UP_ROUNDS:]
+    print(READY, flush=True)
+    # in a thread: the loop answers the server's pings meanwhile
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        times = []
+        for _ in range(int(line)):
+            arrived = loop.create_future()
+            start = time.perf_counter()
+            client.publish(f"{prefix}.0", first)
+            await arrived
+            times.append(time.perf_counter() - start)
+        print(json.dumps(times), flush=True)
 
 
-def chain_p50(url: str, sizes: list[int], rounds: int) -> list[float]:
-    """Seconds from publish to return of each round of the chain, in order; the caller takes the median.
+class Chain:
+    """A running chain. `with` spawns a process for each name and one for the client, and ends them all.
 
-    sizes: payload bytes of each delivery, in order. Spawns one process per name and one for the client, and ends
-    them all. Blocks. Raises: ValueError for a chain too short, RuntimeError if a process fails.
+    sizes: payload bytes of each delivery, in order.
+    Raises: ValueError for a chain too short, RuntimeError if a process does not start.
     """
-    prefix, names = f"raw.{secrets.token_hex(4)}", sorted(set(receivers(len(sizes))) - {"client"})
-    with ExitStack() as stack:
-        for process in [_spawn(stack, url, prefix, name, sizes, 0) for name in names]:
-            if process.stdout is None or process.stdout.readline().strip() != READY:
+
+    def __init__(self, url: str, sizes: list[int]) -> None:
+        self._names = [*sorted(set(receivers(len(sizes))) - {"client"}), "client"]
+        self._arguments = (url, f"raw.{secrets.token_hex(4)}", sizes)
+        self._processes = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as starting:
+            started = [_spawn(starting, *self._arguments, name) for name in self._names]
+            if any(_line(process) != READY for process in started):
                 raise RuntimeError("a process of the raw chain did not start")
-        measured, _ = _spawn(stack, url, prefix, "client", sizes, rounds).communicate(timeout=TIMEOUT_S)
-    if not measured:
-        raise RuntimeError("the client of the raw chain failed")
-    times: list[float] = json.loads(measured)
-    return times
+            self._client = started[-1]
+            self.times(WARM_UP_ROUNDS)
+            self._processes = starting.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._processes.close()
+
+    def times(self, rounds: int) -> list[float]:
+        """Seconds from publish to return of each round, in order. Blocks. Raises: RuntimeError if a process fails."""
+        if self._client.stdin is not None:
+            self._client.stdin.write(f"{rounds}\n")
+            self._client.stdin.flush()
+        measured = _line(self._client)
+        if not measured:
+            raise RuntimeError("the client of the raw chain failed")
+        times: list[float] = json.loads(measured)
+        return times
 
 
-def _spawn(stack: ExitStack, url: str, prefix: str, name: str, sizes: list[int], rounds: int) -> subprocess.Popen[str]:
-    arguments = json.dumps([url, prefix, name, sizes, rounds])
+def _line(process: subprocess.Popen[str]) -> str:
+    """The next line that a process prints, '' when it ended or is silent for too long."""
+    if process.stdout is None or not select.select([process.stdout], [], [], TIMEOUT_S)[0]:
+        return ""
+    return process.stdout.readline().strip()
+
+
+def _spawn(stack: ExitStack, url: str, prefix: str, sizes: list[int], name: str) -> subprocess.Popen[str]:
+    arguments = json.dumps([url, prefix, name, sizes])
     command = [sys.executable, str(Path(__file__).resolve()), arguments]
-    process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))  # noqa: S603 -- ourselves
+    pipe = subprocess.PIPE
+    process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))  # noqa: S603 -- ourselves
     stack.callback(process.kill)
     return process
 
 
 def _main() -> None:
-    url, prefix, name, sizes, rounds = json.loads(sys.argv[1])
+    url, prefix, name, sizes = json.loads(sys.argv[1])
     if name == "client":
-        print(json.dumps(uvloop.run(_measure(url, prefix, sizes, rounds))))
+        uvloop.run(_measure(url, prefix, sizes))
     else:
         uvloop.run(_forward(url, prefix, name, sizes))
 

@@ -2,7 +2,7 @@ import subprocess
 
 import pytest
 
-from bench.raw import chain_p50, receivers
+from bench.raw import Chain, receivers
 
 
 def test_the_chain_of_a_request_visits_the_first_process_twice():
@@ -11,9 +11,11 @@ def test_the_chain_of_a_request_visits_the_first_process_twice():
 
 
 def test_every_round_is_timed_and_every_process_ended(nats_url):
-    times = chain_p50(nats_url, [300_000, 0, 1, 40_000, 128, 64], rounds=20)
-    assert len(times) == 20
-    assert all(seconds > 0 for seconds in times)
+    with Chain(nats_url, [300_000, 0, 1, 40_000, 128, 64]) as chain:
+        for rounds in (20, 5):
+            times = chain.times(rounds)
+            assert len(times) == rounds
+            assert all(seconds > 0 for seconds in times)
     assert (
         "bench/raw.py" not in subprocess.run(["ps", "-eo", "args"], check=True, capture_output=True, text=True).stdout
     )
@@ -21,14 +23,14 @@ def test_every_round_is_timed_and_every_process_ended(nats_url):
 
 def test_a_chain_that_is_too_short_is_refused(nats_url):
     with pytest.raises(ValueError, match="at least 3"):
-        chain_p50(nats_url, [1, 2], rounds=1)
+        Chain(nats_url, [1, 2])
 
 
 def test_a_chain_without_a_server_fails_at_once_with_a_name():
-    with pytest.raises(RuntimeError, match="did not start"):
-        chain_p50("nats://127.0.0.1:1", [1, 2, 3], rounds=1)
+    with pytest.raises(RuntimeError, match="did not start"), Chain("nats://127.0.0.1:1", [1, 2, 3]):
+        pass
 
 
 def test_a_payload_that_the_server_refuses_is_an_error_not_a_hang(nats_url):
-    with pytest.raises(RuntimeError, match="failed"):
-        chain_p50(nats_url, [2_000_000, 1, 1], rounds=1)
+    with pytest.raises(RuntimeError, match="failed"), Chain(nats_url, [2_000_000, 1, 1]):
+        pass
