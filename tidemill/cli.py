@@ -30,6 +30,8 @@ topics_app = typer.Typer(
     help="Check and draw topics.yaml, the only source of subjects and limits.", no_args_is_help=True
 )
 app.add_typer(topics_app, name="topics")
+model_app = typer.Typer(help="Look into a checkpoint without a pipeline.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
 
 
 class Engine(StrEnum):
@@ -339,6 +341,25 @@ def table(file: TopicsFile = None) -> None:
     from pipeline import drawing  # noqa: PLC0415 - --help stays quick
 
     typer.echo(drawing.table(_topology(file)))
+
+
+@model_app.command()
+def logits(
+    checkpoint_dir: Annotated[Path, typer.Argument(file_okay=False, help="config.json and *.safetensors.")],
+    *,
+    ids: Annotated[Path, typer.Option(help="Token ids, .npy of one row.")],
+    out: Annotated[Path, typer.Option(help="Where to write fp32 [positions, vocabulary], .npy.")],
+    keep: Annotated[
+        int | None,
+        typer.Option(help="Run the decoder half on the last so many positions only, as serving does (default: all)."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch; the last bits are repeatable with one only.")] = 1,
+) -> None:
+    """Run one prefill and write the logits of every position."""
+    from tidemill import model  # noqa: PLC0415 - --help stays quick
+
+    with _errors_shown():
+        _report(model.logits(checkpoint_dir, ids, out, keep=keep, threads=threads))
 
 
 def _topology(file: Path | None) -> Topology:

@@ -13,7 +13,7 @@ from tidemill.cli import app
 from tidemill.errors import CommandError, ConfigError
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["up", "worker", "send", "ps", "cancel", "demo", "topics"]
+COMMANDS = ["up", "worker", "send", "ps", "cancel", "demo", "topics", "model"]
 
 
 def tidemill(*args: str) -> subprocess.CompletedProcess[str]:
