@@ -1,4 +1,4 @@
-"""One prefill by itself: every logit of a prompt, without scheduler, pipeline or sampling. For checks of a checkpoint."""
+"""One prefill by itself: every logit of a prompt, without scheduler, pipeline or sampling. To check a checkpoint."""
 
 from __future__ import annotations
 
