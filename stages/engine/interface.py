@@ -69,8 +69,10 @@ class SamplingParams:
 class Sequence:
     """One choice of one request inside an engine.
 
-    ids: [n] u32 on the prefill side, empty on the decode side, where `tail_ids` holds the prompt's last <= 3.
+    ids: [n + forced] u32 on the prefill side, empty on the decode side, where `tail_ids` holds the prompt's last <= 3.
     Position p lives in pool block `block_table[p // 128]`; SWA rings and open groups in `state_slot`.
+    num_forced_tokens: tokens of the answer that prefill computes along with the prompt, because they were delivered
+    before: they stand behind the prompt in `ids`, and in `output`.
     """
 
     rid: str
@@ -85,11 +87,17 @@ class Sequence:
     seed: int
     sampling: SamplingParams
     output: list[int] = field(default_factory=list)
+    num_forced_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and output so far."""
         return self.num_prompt_tokens + len(self.output)
+
+    @property
+    def prefill_end(self) -> int:
+        """Positions that prefill computes. The decoder half's cut stays at the prompt's own end (design 2.7)."""
+        return self.num_prompt_tokens + self.num_forced_tokens
 
 
 @runtime_checkable
@@ -101,8 +109,8 @@ class Runner(Protocol):
     def prefill(self, seq: Sequence, start: int, end: int) -> int | None:
         """Compute positions [start, end) of the prompt; the first call starts at `seq.plan.replay_from`.
 
-        Global KV rows are written only from `plan.hit_tokens` on. Returns the token of output position 0 when
-        `end` is the prompt's end, else None.
+        Global KV rows are written only from `plan.hit_tokens` on. Returns the first token that is not forced when
+        `end` is `seq.prefill_end`, else None.
         """
         ...
 

@@ -103,7 +103,7 @@ class PrefillEngine:
     def _chunk(self, job: PrefillJob) -> bool:
         """Compute up to the next checkpoint; True at the prompt's end."""
         start = job.computed_to
-        end = min(start - start % BLOCK_TOKENS + CHUNK_TOKENS, job.seq.num_prompt_tokens)
+        end = min(start - start % BLOCK_TOKENS + CHUNK_TOKENS, job.seq.prefill_end)
         self.pace_s = (end - start) / self._tokens_per_s if self._tokens_per_s else 0.0
         token = self._runner.prefill(job.seq, start, end)
         job.computed_to = end

@@ -62,7 +62,7 @@ class TorchRunner:
             SequenceError: positions, context, blocks or token ids out of range.
         """
         hidden = self.prefill_hidden(seq, start, end)
-        if end < seq.num_prompt_tokens or hidden is None:
+        if end < seq.prefill_end or hidden is None:
             return None
         return _choose(seq, self.logits(hidden[-1:])[0])
 
@@ -114,8 +114,8 @@ class TorchRunner:
 
     def _check(self, seq: Sequence, start: int, end: int) -> None:
         limits = self.card.max_context_tokens, len(seq.ids), len(seq.block_table) * self.card.layout.block_tokens
-        if not seq.plan.replay_from <= start < end <= seq.num_prompt_tokens or end > min(limits):
-            raise SequenceError(f"cannot prefill [{start}, {end}) of {seq.num_prompt_tokens} tokens; limits {limits}")
+        if not seq.plan.replay_from <= start < end <= seq.prefill_end or end > min(limits):
+            raise SequenceError(f"cannot prefill [{start}, {end}) of {seq.prefill_end} tokens; limits {limits}")
         if (top := int(seq.ids[start:end].max())) >= self.card.vocab_size:
             raise SequenceError(f"token {top} is outside the vocabulary of {self.card.vocab_size}")
 
@@ -132,7 +132,7 @@ class TorchRunner:
 
 def _tail(seq: Sequence) -> Ids:
     """The last tokens of prompt and output, as many as an n-gram needs where there are so many."""
-    prompt = seq.tail_ids if len(seq.tail_ids) else seq.ids[-3:]
+    prompt = seq.tail_ids if len(seq.tail_ids) else seq.ids[: seq.num_prompt_tokens][-3:]
     return np.concatenate([prompt.astype(np.int64), np.array(seq.output, dtype=np.int64)])
 
 
