@@ -191,17 +191,19 @@ def table(figures: Figures) -> str:
     return "\n".join(lines)
 
 
-def record(figures: Figures) -> None:
-    """Append the plain figures to bench/results/hops.csv."""
-    plain = {name: value for name, value in figures.items() if isinstance(value, int | float)}
-    row = {
+def machine() -> Figures:
+    """What a row of results begins with: when, where, what code."""
+    return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} x {_cpu_model()}",
         "commit": _commit(),
-        "command": "python -m bench.hops",
-        "load_1min": figures["load_average"][0],
-        **plain,
     }
+
+
+def record(figures: Figures) -> None:
+    """Append the plain figures to bench/results/hops.csv."""
+    plain = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+    row = machine() | {"command": "python -m bench.hops", "load_1min": figures["load_average"][0]} | plain
     RESULTS.parent.mkdir(exist_ok=True)
     is_new = not RESULTS.exists()
     with RESULTS.open("a", newline="", encoding="utf-8") as file:

@@ -1,10 +1,10 @@
-"""Rows sorted by expert, in blocks that belong to one expert each, and linear layers over them.
+"""Rows sorted by expert, in runs that belong to one expert each, and linear layers over them.
 
-A dispatch holds for every (row, slot) pair the place of that pair in a buffer of P = R * blocks rows; rows that
-no pair fills are zero. Each expert's rows start at a multiple of the row block R, so every product has R rows.
+A dispatch holds for every (row, slot) pair the place of that pair in a buffer of P rows; rows that no pair fills are
+zero. Each expert has as many rows as `row_linear` asks of a product.
 
 x: [T, D], experts: [T, S] int64 (S = experts per token), W: [E, N, D].
-Source: ours (row blocks as in row_linear).
+Source: ours.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.row_linear import ROW_BLOCK, block_products
+from kernels.row_linear import padded_counts, padded_linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ def dispatch(experts: Tensor, num_experts: int) -> Dispatch:
     """Plan the blocks of one batch of choices."""
     flat = experts.flatten()
     counts = torch.bincount(flat, minlength=num_experts)
-    padded = (counts + ROW_BLOCK - 1) // ROW_BLOCK * ROW_BLOCK
+    padded = padded_counts(counts)
     ends = padded.cumsum(0)
     order = flat.argsort(stable=True)
     rank = torch.arange(len(flat)) - (counts.cumsum(0) - counts)[flat[order]]
@@ -53,7 +53,7 @@ def expert_linear(x: Tensor, weight: Tensor, to: Dispatch) -> Tensor:
     """Each block times its expert's matrix: [P, D] -> [P, N]."""
     out = x.new_empty(to.rows, weight.shape[1])
     for expert, start, end in to.spans:
-        out[start:end] = block_products(x[start:end], weight[expert])
+        out[start:end] = padded_linear(x[start:end], weight[expert])
     return out
 
 

@@ -14,12 +14,14 @@ class EngineOptions:
     """How big and how an engine runs. Sizes of 0 mean "the engine's own default".
 
     kv_blocks: of 128 tokens. states: requests in hand at once. kv_secret: keys the salt of block keys; every codec
-    worker of a cluster needs the same. verify: checksums of transferred KV (off only to show why they are on). threads:
+    worker of a cluster needs the same. verify: checksums of transferred KV (off only to show why they are on). exact:
+    results do not depend on batch, chunk or worker; off is faster (python -m bench.engine shows by how much). threads:
     more than 1 gives up that the last bits of results are equal between runs, and with them the same tokens for a seed.
     """
 
     kv_blocks: int = 0
     states: int = 0
+    exact: bool = True
     threads: int = 1  # facts-spikes 7.1: two threads win nothing on two cores and collapse beside a busy neighbour
     model_dir: Path | None = None
     kv_secret: str = ""

@@ -70,10 +70,12 @@ def _stub(options: EngineOptions, *, shared: bool) -> Built:
 def _torch(options: EngineOptions, *, shared: bool) -> Built:
     import torch  # noqa: PLC0415 - a stub worker never loads it
 
+    from kernels.row_linear import exact  # noqa: PLC0415
     from stages.engine.torch.checkpoint import read_checkpoint  # noqa: PLC0415
     from stages.engine.torch.runner import TorchRunner, model_card  # noqa: PLC0415
 
     torch.set_num_threads(options.threads)
+    exact(options.exact)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     checkpoint = read_checkpoint(options.model_dir or demo_checkpoint())
     states = options.states or TORCH_STATES

@@ -21,7 +21,7 @@ from kernels.quant_fp4 import fake_index, pack_index, pack_main
 from kernels.quant_fp8 import fake_q8, pack_q8, unpack_q8
 from kernels.rmsnorm import rmsnorm
 from kernels.rope import rope_frequencies, rope_table, rotate
-from kernels.row_linear import grouped_linear, head_linear, row_linear
+from kernels.row_linear import grouped_linear, row_linear
 from kernels.sparse_attention import sparse_attention
 from stages.engine.torch.config import TorchConfig
 from stages.engine.torch.engram import Engram, Ids
@@ -73,7 +73,7 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, D] -> [T, vocab_size] fp32."""
-        return head_linear(hidden, self.weights.head)
+        return row_linear(hidden, self.weights.head)
 
     def _rope_rows(self, rows: Rows) -> tuple[Tensor, Tensor]:
         return self.rope_local.index_select(0, rows.positions), self.rope_global.index_select(0, rows.positions)

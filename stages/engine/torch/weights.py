@@ -6,12 +6,14 @@ Source: ours (the joins); facts-model 3 and 4 (what each weight does).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.mhc import MixWeights
+from kernels.row_linear import settle
 from stages.engine.torch.checkpoint import Checkpoint
 from stages.engine.torch.config import TorchConfig
 from stages.engine.torch.tensor_specs import Format
@@ -74,7 +76,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """embed: bf16 [V, D], a gather; head: fp32 [V, D]; norm: [D]."""
+    """embed: bf16 [V, D], a gather; norm: [D]; head: fp32 [V, D], laid out for products of few rows (columns first)."""
 
     embed: Tensor
     head: Tensor
@@ -83,13 +85,29 @@ class ModelWeights:
 
 
 def load_weights(checkpoint: Checkpoint) -> ModelWeights:
-    """De-quantise and join everything once."""
-    return ModelWeights(
+    """De-quantise and join everything once, and settle how this process multiplies with it (kernels/row_linear.py)."""
+    weights = ModelWeights(
         embed=checkpoint.tensors["embed.weight"],
-        head=checkpoint.weight("head.weight", Format.BF16),
+        head=checkpoint.weight("head.weight", Format.BF16).t().contiguous().t(),
         norm=checkpoint.weight("norm.weight", Format.BF16),
         layers=tuple(_layer(_Reader(checkpoint, i), checkpoint.config, i) for i in range(checkpoint.config.layers)),
     )
+    settle(_matrices(weights))
+    return weights
+
+
+def _matrices(weights: ModelWeights) -> Iterator[Tensor]:
+    """Everything that rows are multiplied with, [N, K] each."""
+    yield weights.head
+    for layer in weights.layers:
+        yield from (layer.mix_attn.fn, layer.mix_ffn.fn, layer.down, layer.up, *layer.wo_a, layer.wo_b, layer.gate)
+        yield from (*layer.w13, *layer.w2, layer.shared_w13, layer.shared_w2)
+        if layer.compressor is not None:
+            yield from (layer.compressor.wkv, layer.compressor.wk)
+        if layer.index_weights is not None:
+            yield layer.index_weights
+        if layer.engram is not None:
+            yield layer.engram.wkv
 
 
 class _Reader:

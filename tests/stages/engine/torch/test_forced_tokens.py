@@ -76,6 +76,7 @@ def test_forced_tokens_behind_a_prefix_hit(tiny: Checkpoint, hit_blocks: int):
     engine.prefill(stored)
     again = resumed(engine, first, k, hit=hit_blocks * 128)
     again.block_table[:hit_blocks] = stored.block_table[:hit_blocks]
+    token = None
     for start in range(again.plan.replay_from, n + k, 256):
         token = engine.runner.prefill(again, start, min(start + 256, n + k))
     again.output.append(first.output[k])

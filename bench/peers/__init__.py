@@ -1,0 +1,1 @@
+"""Other systems, measured beside ours when they are installed. Never a dependency."""
