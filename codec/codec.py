@@ -79,6 +79,7 @@ class Codec:
                 temperature=chat.temperature,
                 top_p=chat.top_p,
                 seed=chat.seed,
+                num_choices=fields.num_choices,
                 ignore_eos=fields.ignore_eos,
             ),
             parse=ParseSpec(

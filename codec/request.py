@@ -17,6 +17,7 @@ from codec.errors import invalid_request, not_served
 Members = dict[str, msgspec.Raw]
 
 MAX_USER_BYTES = 512  # of a user id; official user ids are shorter, and it becomes part of every block key's root
+MAX_CHOICES = 8  # each is a sequence of its own from the first token on. Source: ours
 MAX_STOP_CHARS = 256  # of one stop string: bounds the automaton (codec/stops.py)
 
 
@@ -57,12 +58,12 @@ class _Read(msgspec.Struct):
     ignore_eos: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    n: int | None = None
 
 
 # member -> values that wish for nothing. Any other value is refused, because an answer that ignores it would look like
 # one that obeys. (Penalties are in no table: the official service checks their range and ignores them, as recipe does.)
 _UNSERVED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (),
     "logit_bias": ({},),
@@ -127,6 +128,14 @@ class ChatFields:
     def ignore_eos(self) -> bool:
         """An extension: load generators and benches need answers of a fixed length."""
         return bool(self.read.ignore_eos)
+
+    @property
+    def num_choices(self) -> int:
+        """Answers wanted, 1 to MAX_CHOICES. Raises CodecError 400 for any other number."""
+        wanted = 1 if self.read.n is None else self.read.n
+        if not 1 <= wanted <= MAX_CHOICES:
+            raise invalid_request(f"n: must be 1 to {MAX_CHOICES}, not {wanted}", "n")
+        return wanted
 
     @property
     def has_tools(self) -> bool:
@@ -224,7 +233,7 @@ def _salt_user(read: _Read) -> str:
 
 
 def _rewritten(body: bytes, read: Any) -> bytes:
-    """The body with the two aliases that recipe does not know; almost always the very same bytes."""
+    """The body without the two aliases and the member that recipe does not know; almost always the very same bytes."""
     changed: dict[str, msgspec.Raw] = {}
     if (limit := read.max_completion_tokens) is not None:
         if read.max_tokens not in {None, limit}:
@@ -232,6 +241,8 @@ def _rewritten(body: bytes, read: Any) -> bytes:
         changed["max_tokens"] = msgspec.Raw(b"%d" % limit)
     if b'"developer"' in memoryview(read.messages).tobytes():
         changed["messages"] = msgspec.Raw(msgspec.json.encode([_as_system(raw) for raw in split_list(read.messages)]))
+    if read.n is not None:
+        changed["n"] = msgspec.Raw(b"1")  # recipe knows one answer; ours is `ChatFields.num_choices`
     return msgspec.json.encode(_split(body) | changed) if changed else body
 
 

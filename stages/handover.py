@@ -56,6 +56,7 @@ class Handover:
     block_keys: bytes
     checksums: bytes
     tail_ids: bytes
+    spans: tuple[Span, ...]  # up to prefill's
     handoff: PrefillHandoff | None = None
     target: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -240,11 +241,11 @@ class Sender:
             num_prompt_tokens=seq.num_prompt_tokens,
             plan=handover.plan,
             sampling=handover.sampling,
-            first_tokens=(seq.output[0],),
+            first_tokens=tuple(seq.first_tokens),
             tail_ids=handover.tail_ids,
             offer=offer,
             sender=self._host.worker,
-            spans=(Span(STAGE, self._host.worker, time.time_ns(), 0),),
+            spans=(*handover.spans, Span(STAGE, self._host.worker, time.time_ns(), 0)),
         )
 
 

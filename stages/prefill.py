@@ -61,7 +61,7 @@ class _Prompt:
     taken_ns: int
     started_ns: int = 0
     handover: Handover | None = None
-    entry: Entry | None = None
+    entries: list[Entry] = field(default_factory=list)  # of its choices
 
 
 @dataclass(slots=True)
@@ -117,6 +117,9 @@ class Prefill:
         prompt = event.prompt
         if prompt.fingerprint != self.card.fingerprint:
             return Answer(Outcome.BUSY, f"serves {self.card.fingerprint}, not {prompt.fingerprint}")
+        if len(prompt.env.handles) != prompt.sampling.num_choices:
+            handles = len(prompt.env.handles)
+            return Answer(Outcome.REFUSED, f"{handles} handles for {prompt.sampling.num_choices} choices")
         if prompt.num_prompt_tokens > self.max_prompt_tokens:
             return Answer(Outcome.REFUSED, f"a prompt of {prompt.num_prompt_tokens} tokens never fits")
         if self._queued_tokens() > self._most_queued_tokens:
@@ -131,7 +134,7 @@ class Prefill:
         else:
             self._begin(taken, prompt.ids)
         # an engine that was idle may be done already, and its note or its failure has told the owner more
-        told = taken.entry is not None or taken.job.key not in self._prompts
+        told = bool(taken.entries) or taken.job.key not in self._prompts
         return Answer(Outcome.ACCEPTED, plan=taken.plan, owner_knows=told)
 
     def repeat(self, event: PrefixMatched) -> Answer:
@@ -151,8 +154,8 @@ class Prefill:
             else:
                 taken.job.cancelled = True
                 self._stepper.wake()
-            if taken.entry is not None:
-                self.host.outbox.forget(taken.entry)
+            for entry in taken.entries:
+                self.host.outbox.forget(entry)
 
     def stop_choice(self, rid: str, attempt: int, choice: int, position: int) -> None:
         """A stop string within the first token: nothing is left to do here."""
@@ -294,22 +297,26 @@ class Prefill:
         seq = job.seq
         ended_ns = time.time_ns()
         seq.output.append(job.first_token)
-        finish = finish_of(seq, job.first_token, self.card.max_context_tokens)
-        decode = "" if finish else self._sender.choose()
+        ends = [finish_of(seq, token, self.card.max_context_tokens) for token in seq.first_tokens]
+        over = all(ends)
+        span = Span(self.name, self.host.worker, taken.taken_ns, ended_ns, str(seq.plan.kind))
+        spans = (*taken.event.spans, span)
+        decode = "" if over else self._sender.choose()
         # first what decode waits for; its leases hold the blocks, sealed or not
-        taken.handover = None if finish else self._sender.hand_over(self._offer(taken), decode)
+        taken.handover = None if over else self._sender.hand_over(self._offer(taken, spans), decode)
         if job.key not in self._prompts:
             return  # the offer failed, and with it this attempt
         self._measure(taken, ended_ns)
         self._seal(taken)
-        span = Span(self.name, self.host.worker, taken.taken_ns, ended_ns, str(seq.plan.kind))
-        spans = (*taken.event.spans, span)
         note = PrefillNoted(env.rid, env.attempt, taken.plan, decode, spans, self.host.worker, self.host.epoch)
-        repeated = encode(note) if finish else b""
-        taken.entry = self.host.outbox.open(env.handles[seq.choice], env.owner, env.rid, 0, repeated)
-        self.host.outbox.push([TokenRow(taken.entry, 0, (job.first_token,), finish)])
+        rows = []
+        for handle, token, end in zip(env.handles, seq.first_tokens, ends, strict=True):
+            entry = self.host.outbox.open(handle, env.owner, env.rid, 0, encode(note) if over else b"")
+            rows.append(TokenRow(entry, 0, (token,), end))
+        taken.entries = [row.entry for row in rows]
+        self.host.outbox.push(rows)
         self.host.note(partial(self.host.tell, env.owner, note))
-        if finish:
+        if over:
             self._release(taken)
 
     def _seal(self, taken: _Prompt) -> None:
@@ -321,7 +328,7 @@ class Prefill:
             self.memory.seal(seq.block_table[number], keys[number], digest, approximate=approximate)
         self._publish_index()
 
-    def _offer(self, taken: _Prompt) -> Handover:
+    def _offer(self, taken: _Prompt, spans: tuple[Span, ...]) -> Handover:
         job, prompt = taken.job, taken.event.prompt
         seq = job.seq
         known = [self.memory.sealed_checksum(block) or bytes(16) for block in seq.block_table[: job.num_known_blocks]]
@@ -335,14 +342,16 @@ class Prefill:
             block_keys=keys,
             checksums=b"".join((*known, *job.checksums)),
             tail_ids=seq.ids[-3:].astype("<u4").tobytes(),
+            spans=spans,
         )
 
     def _handed_over(self, handover: Handover) -> None:
         """The handoff has ended, well or not: its blocks are free again."""
         taken = self._prompts.get((handover.env.rid, handover.env.attempt))
         if taken is not None:
-            if taken.entry is not None:
-                self.host.outbox.forget(taken.entry)
+            for entry in taken.entries:
+                if not entry.finish:  # one that ended here is for us to repeat until it is acknowledged
+                    self.host.outbox.forget(entry)
             self._release(taken)
 
     def _fail(self, taken: _Prompt, message: str, *, transient: bool) -> None:
@@ -391,4 +400,5 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         max_tokens=sampling.max_tokens,
         eos_ids=sampling.eos_ids,
         ignore_eos=sampling.ignore_eos,
+        num_choices=sampling.num_choices,
     )

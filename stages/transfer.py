@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,9 @@ from pipeline.outbox import Entry
 from pipeline.stage import Answer, EngineLoad, Held
 from pipeline.wire import encode
 from stages.decode import Decode
+from stages.engine import choices
+from stages.engine.choices import Room
+from stages.engine.decode_engine import finish_of
 from stages.engine.interface import BLOCK_TOKENS, Sequence
 from stages.engine.memory import EngineMemory
 from stages.prefill import PARTIAL_KEY, sampling_params
@@ -59,6 +62,7 @@ class _Reading:
     handoff: DecodeHandoff
     leases: list[Lease] = field(default_factory=list)  # of blocks that were here already, then of fresh ones
     slot: int = -1
+    rooms: list[Room] = field(default_factory=list)  # for choices beyond the first
     result: TransferResult = NOTHING_READ
     arrived_ns: int = field(default_factory=time.time_ns)
 
@@ -112,8 +116,8 @@ class Transfer:
             return Answer(Outcome.REFUSED, str(error))
         if event.fingerprint != card.fingerprint:
             return Answer(Outcome.BUSY, f"serves {card.fingerprint}, not {event.fingerprint}")
-        if offer.num_blocks + 1 > self.memory.num_blocks:
-            return Answer(Outcome.REFUSED, f"{offer.num_blocks} blocks never fit into {self.memory.num_blocks}")
+        if never := self._never_fits(event, offer):
+            return Answer(Outcome.REFUSED, never)
         reading = _Reading(event, offer, DecodeHandoff(offer.epoch))
         if not self._queue and self._reserve(reading):
             return self._admit(reading)
@@ -122,6 +126,17 @@ class Transfer:
         self._readings[reading.key] = reading
         self._queue.append(reading)
         return self._carry_out(reading, reading.handoff.on(DecodeInput.DELAY))
+
+    def _never_fits(self, event: PrefillFinished, offer: Offer) -> str:
+        """Why this engine could not take an offer even when empty; '' if it could."""
+        num_choices, memory = len(event.first_tokens), self.memory
+        if not num_choices or num_choices != len(event.env.handles):
+            return f"{num_choices} first tokens for {len(event.env.handles)} handles"
+        if offer.num_blocks + num_choices > memory.num_blocks:
+            return f"{offer.num_blocks} blocks never fit into {memory.num_blocks}"
+        if num_choices > memory.num_states:
+            return f"{num_choices} choices never fit into {memory.num_states} state slots"
+        return ""
 
     def _admit(self, reading: _Reading) -> Answer:
         self._readings[reading.key] = reading
@@ -205,10 +220,14 @@ class Transfer:
         had = self.memory.match(reading.event.offer.block_keys[: 16 * full], full)
         fresh = self.memory.allocate(offer.num_blocks - len(had.blocks))
         slot = self.memory.take_state() if fresh is not None else None
-        if fresh is None or slot is None:
+        further = len(reading.event.first_tokens) - 1
+        rooms = choices.reserve(self.memory, reading.event.num_prompt_tokens, further) if slot is not None else None
+        if fresh is None or slot is None or rooms is None:
             self.memory.release([had] if fresh is None else [had, fresh])
+            if slot is not None:
+                self.memory.give_state(slot)
             return False
-        reading.leases, reading.slot = [had, fresh], slot
+        reading.leases, reading.slot, reading.rooms = [had, fresh], slot, rooms
         return True
 
     def _admit_queued(self) -> None:
@@ -306,14 +325,29 @@ class Transfer:
             sampling=sampling_params(event.sampling),
             output=[event.first_tokens[0]],
         )
-        entry = self.decode.begin(seq, reading.leases, env.handles[0], env.owner)
+        entries = self._begin_choices(reading, seq)
         self.host.note(partial(self._note, reading, ""))
-        if entry.finish:
-            self._tell_transferred(reading, spans, entry)  # the last event waits for it: usage is part of that
+        if any(entry.finish for entry in entries):
+            self._tell_transferred(reading, spans, entries)  # the last event waits for it: usage is part of that
         else:
-            self.host.note(partial(self._tell_transferred, reading, spans, entry))
+            self.host.note(partial(self._tell_transferred, reading, spans, entries))
 
-    def _tell_transferred(self, reading: _Reading, spans: tuple[Span, ...], entry: Entry) -> None:
+    def _begin_choices(self, reading: _Reading, seq: Sequence) -> list[Entry]:
+        """Decode every choice that its first token did not end (prefill has told that); forks come before any step."""
+        env, context = reading.event.env, self.decode.card.max_context_tokens
+        rooms, running = list(reading.rooms), list[tuple[Sequence, list[Lease]]]()
+        for choice, token in enumerate(reading.event.first_tokens):
+            if finish_of(replace(seq, output=[token]), token, context):
+                continue
+            if not running:
+                first = replace(seq, choice=choice, seed=choices.choice_seed(seq.seed, choice), output=[token])
+                running.append((first, reading.leases))
+            else:
+                running.append(choices.fork(self.memory, seq, choice, token, rooms.pop()))
+        choices.give_back(self.memory, rooms)
+        return [self.decode.begin(one, leases, env.handles[one.choice], env.owner) for one, leases in running]
+
+    def _tell_transferred(self, reading: _Reading, spans: tuple[Span, ...], entries: list[Entry]) -> None:
         """The owner hears that the KV is here, and once more with the end, until it acknowledges that."""
         event, env, read = reading.event, reading.event.env, reading.result
         note = KVTransferred(
@@ -327,7 +361,8 @@ class Transfer:
             spans,
             event.plan,
         )
-        entry.note = encode(note)
+        for entry in entries:
+            entry.note = encode(note)
         self.host.tell(env.owner, note)
 
     def _seal(self, reading: _Reading) -> None:
@@ -341,7 +376,8 @@ class Transfer:
         start_ns = reading.event.spans[-1].start_ns if reading.event.spans else reading.arrived_ns
         result = reading.result
         text = f"{result.num_bytes} bytes, {result.num_blocks_had} blocks here already"
-        return (Span(self.name, self.host.worker, start_ns, time.time_ns(), text),)
+        # with those before it: prefill's own note may come after the answer's end
+        return (*reading.event.spans[:-1], Span(self.name, self.host.worker, start_ns, time.time_ns(), text))
 
     def _note(self, reading: _Reading, reason: str) -> None:
         self._tell_ended(reading.event, reason)
@@ -367,9 +403,10 @@ class Transfer:
 
     def _free(self, reading: _Reading) -> None:
         self.memory.release(reading.leases)
+        choices.give_back(self.memory, reading.rooms)
         if reading.slot >= 0:
             self.memory.give_state(reading.slot)
-        reading.leases = []
+        reading.leases, reading.rooms = [], []
         reading.slot = -1
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -63,6 +63,7 @@ class SamplingParams:
     max_tokens: int
     eos_ids: tuple[int, ...]
     ignore_eos: bool
+    num_choices: int = 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class Sequence:
     ids: [n + forced] u32 on the prefill side, empty on the decode side, where `tail_ids` holds the prompt's last <= 3.
     Position p lives in pool block `block_table[p // 128]`; SWA rings and open groups in `state_slot`.
     num_forced_tokens: tokens of the answer that prefill computes along with the prompt, because they were delivered
-    before: they stand behind the prompt in `ids`, and in `output`.
+    before: they stand behind the prompt in `ids`, and in `output`. first_tokens: of each choice, once prefill is over.
     """
 
     rid: str
@@ -88,6 +89,7 @@ class Sequence:
     sampling: SamplingParams
     output: list[int] = field(default_factory=list)
     num_forced_tokens: int = 0
+    first_tokens: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -110,7 +112,7 @@ class Runner(Protocol):
         """Compute positions [start, end) of the prompt; the first call starts at `seq.plan.replay_from`.
 
         Global KV rows are written only from `plan.hit_tokens` on. Returns the first token that is not forced when
-        `end` is `seq.prefill_end`, else None.
+        `end` is `seq.prefill_end`, else None; `seq.first_tokens` then has it for every choice.
         """
         ...
 

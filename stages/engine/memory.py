@@ -54,6 +54,11 @@ class EngineMemory:
         with self._lock:
             return self._manager.pin(self._manager.match(keys)[:at_most])
 
+    def hold(self, blocks: Sequence[int]) -> Lease:
+        """Hold blocks that somebody holds already. Raises: PoolError when one is free."""
+        with self._lock:
+            return self._manager.pin(blocks)
+
     def allocate(self, count: int) -> Lease | None:
         """Hold `count` blocks, the last of them zeroed (it may stay partial); None without room."""
         with self._lock:

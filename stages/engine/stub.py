@@ -112,7 +112,8 @@ class StubRunner:
             self._block(seq, first, terms[first - start : last - start])
         if end < seq.num_prompt_tokens:
             return None
-        return self._word(seq, self._digest(seq))
+        seq.first_tokens = [self._word(seq, self._digest(seq))] * seq.sampling.num_choices  # the banner's
+        return seq.first_tokens[0]
 
     def _block(self, seq: Sequence, start: int, terms: U64) -> None:
         """Rows of the positions from `start` on that `terms` belong to; they lie in one block."""

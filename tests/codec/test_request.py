@@ -72,7 +72,6 @@ def test_the_last_of_two_equal_keys_counts_as_it_does_in_recipe():
 @pytest.mark.parametrize(
     "members",
     [
-        {"n": 2},
         {"logprobs": True},
         {"top_logprobs": 1},
         {"logit_bias": {"5": 1}},
@@ -102,7 +101,7 @@ def test_a_wish_that_nothing_fulfils_is_refused_and_never_dropped(members: dict[
 @pytest.mark.parametrize(
     "members",
     [
-        {"n": 1},
+        {"n": 8},
         {"n": None, "logprobs": None, "response_format": None, "tools": None},
         {"logprobs": False, "logit_bias": {}, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0},
         {"tool_choice": "auto", "parallel_tool_calls": True},

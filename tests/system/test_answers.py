@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from pipeline.client import Client
 from tests.system.answers import Answer, ask, chat, connected, words
 from tests.system.fleet import Fleet
 
@@ -105,3 +106,32 @@ async def test_user_ids_of_one_tenant_share_nothing(fleet: Fleet):
         ]
     assert (mine, theirs) == (0, 0)
     assert mine_again == theirs_again > 0
+
+
+async def choices_of(client: Client, body: dict[str, object], num_choices: int) -> list[Answer]:
+    """The answer of every choice."""
+    answers = [Answer() for _ in range(num_choices)]
+    async for event in await client.publish(body):
+        answers[event.choice].add(event.number, event.end, event.json())
+    return answers
+
+
+async def test_every_choice_is_an_answer_of_its_own(fleet: Fleet):
+    body = chat("Say it in three ways.", max_tokens=150, seed=4)
+    async with connected(fleet.url) as client:
+        three = await choices_of(client, {**body, "n": 3}, 3)
+        one = await ask(client, body)
+        again = await choices_of(client, {**body, "n": 3}, 3)
+    assert all(answer.complete and answer.end == "length" for answer in three)
+    assert [answer.usage["completion_tokens"] for answer in three] == [150] * 3
+    assert len({answer.text for answer in three}) == 3
+    assert three[0].text == one.text
+    assert [answer.text for answer in again] == [answer.text for answer in three]
+    assert {body["choices"][0]["index"] for body in three[2].bodies if body["choices"]} == {2}
+
+
+async def test_choices_that_end_with_their_first_token(fleet: Fleet):
+    async with connected(fleet.url) as client:
+        answers = await choices_of(client, {**chat("Stop!", max_tokens=1), "n": 4}, 4)
+    assert all(answer.complete and answer.end == "length" for answer in answers)
+    assert [answer.usage["completion_tokens"] for answer in answers] == [1] * 4

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.sample import sample, uniform
+from stages.engine.choices import choice_seed
 from stages.engine.interface import KVMemory, ModelCard, Sequence
 from stages.engine.torch.checkpoint import Checkpoint
 from stages.engine.torch.decode_rows import DecodeRows
@@ -64,7 +65,9 @@ class TorchRunner:
         hidden = self.prefill_hidden(seq, start, end)
         if end < seq.prefill_end or hidden is None:
             return None
-        return _choose(seq, self.logits(hidden[-1:])[0])
+        logits = self.logits(hidden[-1:])[0]
+        seq.first_tokens = [_choose(seq, logits, choice) for choice in range(seq.sampling.num_choices)]
+        return seq.first_tokens[0]
 
     def decode(self, seqs: list[Sequence]) -> list[int]:
         """See `Runner.decode`."""
@@ -136,7 +139,8 @@ def _tail(seq: Sequence) -> Ids:
     return np.concatenate([prompt.astype(np.int64), np.array(seq.output, dtype=np.int64)])
 
 
-def _choose(seq: Sequence, logits: Tensor) -> int:
+def _choose(seq: Sequence, logits: Tensor, choice: int = 0) -> int:
+    """The next token; choice: of a sequence that has not been forked yet."""
     p = seq.sampling
-    u = uniform(seq.seed, len(seq.output))
+    u = uniform(choice_seed(seq.seed, choice), len(seq.output))
     return sample(logits, temperature=p.temperature, top_p=p.top_p, top_k=p.top_k, u=u)
