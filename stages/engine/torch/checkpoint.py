@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -24,7 +25,12 @@ from stages.engine.torch.tensor_specs import BLOCK, Format, expected
 from stages.engine.torch.token_map import derive_token_map
 
 MAP_FILE = "engram_token_map.npy"  # ours: token id -> compressed id, beside checkpoints without a tokenizer
+INDEX_FILE = "model.safetensors.index.json"  # of a checkpoint in several files
 SKIPPED = ("mtp.", "vision.", "aligner.", "image_")  # draft layers and vision are not run by this engine
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]  # tensor -> file
 
 
 class CheckpointError(ValueError):
@@ -91,11 +97,26 @@ def read_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
+def _files(path: Path) -> list[Path]:
+    """The files that hold the tensors: those that the index names, or all there are. Raises: CheckpointError."""
+    if not (path / INDEX_FILE).exists():
+        if found := sorted(path.glob("*.safetensors")):
+            return found
         raise CheckpointError(f"{path}: no *.safetensors file")
-    for file in files:
+    try:
+        names = set(msgspec.json.decode((path / INDEX_FILE).read_bytes(), type=_Index).weight_map.values())
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{path / INDEX_FILE}: {error}") from error
+    if outside := {name for name in names if Path(name).name != name}:
+        raise CheckpointError(f"{path / INDEX_FILE} names files elsewhere: {_list(outside)}")
+    if missing := {name for name in names if not (path / name).exists()}:
+        raise CheckpointError(f"{path}: of the {len(names)} files in {INDEX_FILE} are missing: {_list(missing)}")
+    return [path / name for name in sorted(names)]
+
+
+def _read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of all files; they stay mapped, so that nothing is read before it is used."""
+    for file in _files(path):
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  safe_open has no __iter__

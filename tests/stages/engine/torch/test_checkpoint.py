@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stages.engine.torch.checkpoint import MAP_FILE, CheckpointError, read_checkpoint
+from stages.engine.torch.checkpoint import INDEX_FILE, MAP_FILE, CheckpointError, read_checkpoint
 from stages.engine.torch.random_checkpoint import TINY, demo_checkpoint, random_checkpoint, tiny_checkpoint
 from stages.engine.torch.tensor_specs import Format, Spec, expected
 from stages.engine.torch.weight_formats import store
@@ -170,3 +170,51 @@ def test_the_demo_checkpoint_has_the_real_vocabulary(tmp_path):
 def test_every_spec_has_distinct_names(tiny):
     names = [name for spec in expected(tiny.config) for name, _, _ in spec.parts()]
     assert len(names) == len(set(names))
+
+
+def shards(directory: Path, num_files: int) -> dict[str, str]:
+    """Split the checkpoint into files with an index; its weight map."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = [f"model-{number:05d}-of-{num_files:05d}.safetensors" for number in range(1, num_files + 1)]
+    where = {tensor: names[index % num_files] for index, tensor in enumerate(sorted(tensors))}
+    for name in names:
+        save_file({tensor: tensors[tensor] for tensor in where if where[tensor] == name}, directory / name)
+    index = {"metadata": {"total_size": 1}, "weight_map": where}
+    (directory / INDEX_FILE).write_text(json.dumps(index))
+    return where
+
+
+def test_a_checkpoint_in_several_files_is_the_same_checkpoint(directory: Path):
+    whole = read_checkpoint(directory)
+    shards(directory, 3)
+    assert read_checkpoint(directory).fingerprint == whole.fingerprint
+
+
+def test_a_file_that_the_index_does_not_name_is_not_read(directory: Path):
+    whole = read_checkpoint(directory)
+    shards(directory, 3)
+    save_file({"something.else": torch.zeros(3)}, directory / "other.safetensors")
+    assert read_checkpoint(directory).fingerprint == whole.fingerprint
+
+
+def test_a_missing_shard_is_named(directory: Path):
+    shards(directory, 3)
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="of the 3 files in .* are missing: model-00002-of-00003.safetensors"):
+        read_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("index", "complaint"),
+    [
+        (b"{", INDEX_FILE),
+        (b"[]", INDEX_FILE),
+        (b'{"weight_map": {"a": 5}}', "weight_map"),
+        (b'{"weight_map": {"a": "../../etc/passwd"}}', "names files elsewhere"),
+    ],
+)
+def test_a_bad_index_is_refused(directory: Path, index: bytes, complaint: str):
+    (directory / INDEX_FILE).write_bytes(index)
+    with pytest.raises(CheckpointError, match=complaint):
+        read_checkpoint(directory)
