@@ -201,7 +201,7 @@ def test_a_file_that_the_index_does_not_name_is_not_read(directory: Path):
 def test_a_missing_shard_is_named(directory: Path):
     shards(directory, 3)
     (directory / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="of the 3 files in .* are missing: model-00002-of-00003.safetensors"):
+    with pytest.raises(CheckpointError, match=r"of the 3 files in .* are missing: model-00002-of-00003\.safetensors"):
         read_checkpoint(directory)
 
 
