@@ -199,6 +199,16 @@ class AnyUse(RuleBasedStateMachine):
         self.leases.append(lease)
 
     @precondition(lambda self: self.leases)
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def fork(self, data: st.DataObject, share: float) -> None:
+        """Another choice holds the first blocks of one that has them."""
+        lease = data.draw(st.sampled_from(self.leases))
+        blocks = lease.blocks[: int(share * len(lease.blocks))]
+        fork = self.kv.hold(blocks)
+        assert fork.blocks == blocks
+        self.leases.append(fork)
+
+    @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         self.kv.release([self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))])
