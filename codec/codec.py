@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from codec.errors import CodecError, not_served
 from codec.models import EncodedPrompt, ParseSpec, SamplingSpec
 from codec.recipe import ChatRecipe, resolve_max_tokens
-from codec.request import check_stops, read_chat, refuse_unserved
+from codec.request import answer_constraint, check_stops, read_chat, refuse_unserved
 from codec.segments import SegmentCache
 from codec.tokenizer import PromptTokenizer
 from codec.vocab import OutputVocab, load_vocabulary
@@ -80,6 +80,7 @@ class Codec:
                 top_p=chat.top_p,
                 seed=chat.seed,
                 num_choices=fields.num_choices,
+                grammar=answer_constraint(fields, in_reasoning=chat.start.in_reasoning),
                 ignore_eos=fields.ignore_eos,
             ),
             parse=ParseSpec(

@@ -51,6 +51,7 @@ class SamplingSpec:
     num_choices: int = 1
     ignore_eos: bool = False
     top_logprobs: int = -1  # -1 = none wanted
+    grammar: str = ""  # what the answer must be, as the text of codec.grammar; '' = free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from codec import grammar
 from codec.errors import invalid_request, not_served
 
 Members = dict[str, msgspec.Raw]
@@ -37,8 +38,14 @@ class _Tool(msgspec.Struct):
     function: _Function | None = None
 
 
+class _Schema(msgspec.Struct):
+    schema: Any = None
+
+
 class _Format(msgspec.Struct):
     type: str = "text"
+    json_schema: _Schema | None = None
+    regex: str | None = None
 
 
 class _Role(msgspec.Struct):
@@ -89,6 +96,7 @@ _UNSERVED: dict[str, tuple[object, ...]] = {
 _READ_DECODERS = {
     field.name: msgspec.json.Decoder(field.type) for field in msgspec.structs.fields(_Read)
 }  # for the error that names the member
+_FORMAT = "response_format"
 _ABSENT = msgspec.Raw()
 _Body = msgspec.defstruct(
     "_Body",
@@ -165,11 +173,33 @@ def refuse_unserved(fields: ChatFields) -> None:
             value = _decode(name, raw, _ANY) if raw else None
             if value is not None and value not in nothing:
                 raise not_served(name, _shown(raw))
-    answer_format = fields.read.response_format
-    if answer_format and answer_format.type != "text":
-        raise not_served("response_format", f"type {answer_format.type}")
     if any(tool.function and tool.function.strict for tool in fields.read.tools or ()):
         raise not_served("tools", "strict: true")
+
+
+def answer_constraint(fields: ChatFields, *, in_reasoning: bool) -> str:
+    """What the answer must be, as the text that an engine compiles; '' when it is free.
+
+    in_reasoning: whether the answer begins with reasoning, which stays free. Raises CodecError 400 naming the member.
+    """
+    wanted = fields.read.response_format
+    if wanted is None or wanted.type == "text":
+        return ""
+    if fields.ignore_eos:
+        raise invalid_request("ignore_eos: an answer with a format ends where the format does", "ignore_eos")
+    if fields.has_tools:
+        raise not_served("response_format", f"type {wanted.type} together with tools")
+    match wanted.type:
+        case "json_object":
+            made = grammar.json_object(after_think=in_reasoning)
+        case "json_schema":
+            schema = wanted.json_schema.schema if wanted.json_schema else None
+            made = grammar.json_schema(schema, after_think=in_reasoning, param=f"{_FORMAT}.json_schema.schema")
+        case "regex":
+            made = grammar.regex(wanted.regex or "", after_think=in_reasoning, param=f"{_FORMAT}.regex")
+        case _:
+            raise not_served(_FORMAT, f"type {wanted.type}")
+    return made.text()
 
 
 def check_stops(stops: tuple[str, ...]) -> tuple[str, ...]:

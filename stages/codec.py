@@ -103,6 +103,7 @@ class Codec:
                 eos_ids=EOS_IDS,
                 ignore_eos=wishes.ignore_eos,
                 top_logprobs=wishes.top_logprobs,
+                grammar=wishes.grammar,
             ),
             seed=wishes.seed,
             num_prompt_tokens=prompt.num_prompt_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from pipeline import blob
 from pipeline.engine_host import EngineHost
 from pipeline.errors import RequestError, TransientError
 from pipeline.events import (
+    FINISH_CODES,
     Envelope,
     HandoffEnded,
     IndexChanged,
@@ -27,6 +28,7 @@ from pipeline.events import (
     Plan,
     PrefillNoted,
     PrefixMatched,
+    PromptEncoded,
     RegionTicket,
     Sampling,
     Span,
@@ -37,6 +39,7 @@ from pipeline.outbox import Entry, TokenRow
 from pipeline.stage import Answer, EngineLoad, Held
 from pipeline.stepper import Stepper
 from pipeline.wire import encode
+from stages.constraints import ConstraintError, Constraints
 from stages.engine.decode_engine import finish_of
 from stages.engine.interface import BLOCK_TOKENS, ModelCard, SamplingParams, Sequence
 from stages.engine.memory import EngineMemory
@@ -72,6 +75,7 @@ class Prefill:
     card: ModelCard
     memory: EngineMemory
     engine: PrefillEngine
+    constraints: Constraints | None = None  # None: this engine cannot constrain
     name: str = "prefill"
     _prompts: dict[tuple[str, int], _Prompt] = field(default_factory=dict)
     _fetches: set[asyncio.Task[None]] = field(default_factory=set)
@@ -117,11 +121,8 @@ class Prefill:
         prompt = event.prompt
         if prompt.fingerprint != self.card.fingerprint:
             return Answer(Outcome.BUSY, f"serves {self.card.fingerprint}, not {prompt.fingerprint}")
-        if len(prompt.env.handles) != prompt.sampling.num_choices:
-            handles = len(prompt.env.handles)
-            return Answer(Outcome.REFUSED, f"{handles} handles for {prompt.sampling.num_choices} choices")
-        if prompt.num_prompt_tokens > self.max_prompt_tokens:
-            return Answer(Outcome.REFUSED, f"a prompt of {prompt.num_prompt_tokens} tokens never fits")
+        if never := self._never_served(prompt):
+            return Answer(Outcome.REFUSED, never)
         if self._queued_tokens() > self._most_queued_tokens:
             return Answer(Outcome.BUSY, "the prefill queue is full", retry_after_s=0.1)
         taken = self._reserve(event)
@@ -129,13 +130,24 @@ class Prefill:
             count("prefill_no_room")
             return Answer(Outcome.BUSY, "no free KV blocks or state slots", retry_after_s=0.05)
         self._prompts[taken.job.key] = taken
-        if prompt.ids_ref:
-            self._spawn(self._fetch_ids(taken))
+        if prompt.ids_ref or prompt.sampling.grammar:
+            self._spawn(self._prepare(taken))
         else:
             self._begin(taken, prompt.ids)
         # an engine that was idle may be done already, and its note or its failure has told the owner more
         told = bool(taken.entries) or taken.job.key not in self._prompts
         return Answer(Outcome.ACCEPTED, plan=taken.plan, owner_knows=told)
+
+    def _never_served(self, prompt: PromptEncoded) -> str:
+        """Why this engine could not serve a prompt even when idle; '' if it could."""
+        num_handles, sampling = len(prompt.env.handles), prompt.sampling
+        if sampling.grammar and self.constraints is None:
+            return f"the engine {self.card.name} cannot constrain its output"
+        if num_handles != sampling.num_choices:
+            return f"{num_handles} handles for {sampling.num_choices} choices"
+        if prompt.num_prompt_tokens > self.max_prompt_tokens:
+            return f"a prompt of {prompt.num_prompt_tokens} tokens never fits"
+        return ""
 
     def repeat(self, event: PrefixMatched) -> Answer:
         """See EngineStage."""
@@ -241,20 +253,39 @@ class Prefill:
         job = PrefillJob(seq, num_known_blocks=len(hit.blocks))
         return _Prompt(event, job, told, [hit, fresh], time.time_ns())
 
-    async def _fetch_ids(self, taken: _Prompt) -> None:
+    async def _prepare(self, taken: _Prompt) -> None:
+        """Fetch the ids of a long prompt and compile a constraint, then begin."""
         prompt = taken.event.prompt
         try:
-            ref = blob.BlobRef.parse(prompt.ids_ref)
-            ids = await blob.get(self.host.bus, prompt.env.tenant, prompt.env.rid, ref, 4 * self.max_prompt_tokens)
+            ids = await self._fetched_ids(prompt) if prompt.ids_ref else prompt.ids
+            if prompt.sampling.grammar and self.constraints is not None:
+                taken.job.seq.constraint = await self.constraints.begin(prompt.sampling.grammar)
+        except ConstraintError as error:
+            self._end_unprocessed(taken, error)
+            return
         except (RequestError, TransientError) as error:
             self._fail(taken, f"token ids not read: {error}", transient=True)
             return
         except Exception as error:
             # a bug fails this prompt and gives its blocks back; the worker lives
-            log.exception("fetching token ids failed", rid=prompt.env.rid)
-            self._fail(taken, f"token ids not read: {type(error).__name__}", transient=True)
+            log.exception("preparing a prompt failed", rid=prompt.env.rid)
+            self._fail(taken, f"not prepared: {type(error).__name__}", transient=True)
             return
-        self._begin(taken, ids)
+        if taken.job.key in self._prompts and not taken.job.cancelled:
+            self._begin(taken, ids)
+        else:
+            self._release(taken)
+
+    async def _fetched_ids(self, prompt: PromptEncoded) -> bytes:
+        ref = blob.BlobRef.parse(prompt.ids_ref)
+        return await blob.get(self.host.bus, prompt.env.tenant, prompt.env.rid, ref, 4 * self.max_prompt_tokens)
+
+    def _end_unprocessed(self, taken: _Prompt, error: ConstraintError) -> None:
+        """A finish reason without a token: the request's own grammar cannot be served."""
+        log.info("constraint refused", rid=taken.event.prompt.env.rid, finish=str(error.finish), reason=str(error))
+        finish = FINISH_CODES.index(error.finish) + 1
+        self._tell_first(taken, [((), finish)] * taken.job.seq.sampling.num_choices, taken.event.spans, decode="")
+        self._release(taken)
 
     def _begin(self, taken: _Prompt, ids: bytes) -> None:
         if len(ids) != 4 * taken.job.seq.num_prompt_tokens:
@@ -293,7 +324,7 @@ class Prefill:
         self._most_queued_tokens = max(int(MAX_QUEUED_S * taken.job.seq.plan.computed_tokens / seconds), BLOCK_TOKENS)
 
     def _finished(self, taken: _Prompt) -> None:
-        job, env = taken.job, taken.event.prompt.env
+        job = taken.job
         seq = job.seq
         ended_ns = time.time_ns()
         seq.output.append(job.first_token)
@@ -308,16 +339,25 @@ class Prefill:
             return  # the offer failed, and with it this attempt
         self._measure(taken, ended_ns)
         self._seal(taken)
+        firsts = [((token,), end) for token, end in zip(seq.first_tokens, ends, strict=True)]
+        self._tell_first(taken, firsts, spans, decode=decode)
+        if over:
+            self._release(taken)
+
+    def _tell_first(
+        self, taken: _Prompt, firsts: Iterable[tuple[tuple[int, ...], int]], spans: tuple[Span, ...], *, decode: str
+    ) -> None:
+        """Position 0 of every choice (tokens, finish code), and the note that says where the rest comes from."""
+        env = taken.event.prompt.env
         note = PrefillNoted(env.rid, env.attempt, taken.plan, decode, spans, self.host.worker, self.host.epoch)
+        repeated = b"" if decode else encode(note)
         rows = []
-        for handle, token, end in zip(env.handles, seq.first_tokens, ends, strict=True):
-            entry = self.host.outbox.open(handle, env.owner, env.rid, 0, encode(note) if over else b"")
-            rows.append(TokenRow(entry, 0, (token,), end))
+        for handle, (tokens, finish) in zip(env.handles, firsts, strict=True):
+            entry = self.host.outbox.open(handle, env.owner, env.rid, 0, repeated)
+            rows.append(TokenRow(entry, 0, tokens, finish))
         taken.entries = [row.entry for row in rows]
         self.host.outbox.push(rows)
         self.host.note(partial(self.host.tell, env.owner, note))
-        if over:
-            self._release(taken)
 
     def _seal(self, taken: _Prompt) -> None:
         seq, known = taken.job.seq, taken.job.num_known_blocks
@@ -399,6 +439,6 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         top_k=sampling.top_k,
         max_tokens=sampling.max_tokens,
         eos_ids=sampling.eos_ids,
-        ignore_eos=sampling.ignore_eos,
+        ignore_eos=sampling.ignore_eos and not sampling.grammar,  # where a constrained text ends, nothing can follow
         num_choices=sampling.num_choices,
     )

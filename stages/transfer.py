@@ -39,6 +39,7 @@ from pipeline.metrics import count
 from pipeline.outbox import Entry
 from pipeline.stage import Answer, EngineLoad, Held
 from pipeline.wire import encode
+from stages.constraints import Constraints, Follow
 from stages.decode import Decode
 from stages.engine import choices
 from stages.engine.choices import Room
@@ -63,6 +64,7 @@ class _Reading:
     leases: list[Lease] = field(default_factory=list)  # of blocks that were here already, then of fresh ones
     slot: int = -1
     rooms: list[Room] = field(default_factory=list)  # for choices beyond the first
+    constraint: Follow | None = None
     result: TransferResult = NOTHING_READ
     arrived_ns: int = field(default_factory=time.time_ns)
 
@@ -89,6 +91,7 @@ class Transfer:
     memory: EngineMemory
     decode: Decode
     links: Links
+    constraints: Constraints | None = None  # None: this engine cannot constrain
     verify: bool = True  # off only in the test that shows why it is on
     name: str = "transfer"
     _readings: dict[tuple[str, int], _Reading] = field(default_factory=dict)
@@ -132,6 +135,8 @@ class Transfer:
         num_choices, memory = len(event.first_tokens), self.memory
         if not num_choices or num_choices != len(event.env.handles):
             return f"{num_choices} first tokens for {len(event.env.handles)} handles"
+        if event.sampling.grammar and self.constraints is None:
+            return f"the engine {self.decode.card.name} cannot constrain its output"
         if offer.num_blocks + num_choices > memory.num_blocks:
             return f"{offer.num_blocks} blocks never fit into {memory.num_blocks}"
         if num_choices > memory.num_states:
@@ -268,6 +273,8 @@ class Transfer:
                 await asyncio.sleep(0)  # attach needs a task (pipeline/eager.py)
                 reader = await self.links.attach(reading.event.offer.ticket)
             reading.result = await self._copy(reading, reader)
+            if reading.event.sampling.grammar and self.constraints is not None:
+                reading.constraint = await self.constraints.follow(reading.event.sampling.grammar)
         except LinkError as error:
             self._reading_failed(reading, FailReason.LINK, error)
         except RevokedError as error:
@@ -345,6 +352,9 @@ class Transfer:
             else:
                 running.append(choices.fork(self.memory, seq, choice, token, rooms.pop()))
         choices.give_back(self.memory, rooms)
+        if reading.constraint is not None:
+            for one, _ in running:
+                one.constraint = reading.constraint(one.output)
         return [self.decode.begin(one, leases, env.handles[one.choice], env.owner) for one, leases in running]
 
     def _tell_transferred(self, reading: _Reading, spans: tuple[Span, ...], entries: list[Entry]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from stages.constraints import Constraints
 from stages.engine.decode_engine import DecodeEngine
 from stages.engine.interface import Runner, Sequence
 from stages.engine.memory import EngineMemory
@@ -32,6 +33,7 @@ class Built:
     memory: EngineMemory
     inline: bool
     max_batch: int
+    constraints: Constraints | None = None
     chaos: Callable[[Sequence], None] | None = None
 
 
@@ -64,7 +66,7 @@ def _stub(options: EngineOptions, *, shared: bool) -> Built:
     memory = EngineMemory(LAYOUT, options.kv_blocks or STUB_BLOCKS, states, shared=shared)
     stub = StubOptions(max_context_tokens=options.stub_max_context_tokens, flip_blocks=options.stub_flip_blocks)
     runner = StubRunner(memory.kv, stub)
-    return Built(runner, memory, True, states, runner.flip if options.stub_flip_blocks else None)
+    return Built(runner, memory, True, states, chaos=runner.flip if options.stub_flip_blocks else None)
 
 
 def _torch(options: EngineOptions, *, shared: bool) -> Built:
@@ -80,7 +82,18 @@ def _torch(options: EngineOptions, *, shared: bool) -> Built:
     checkpoint = read_checkpoint(options.model_dir or demo_checkpoint())
     states = options.states or TORCH_STATES
     memory = EngineMemory(model_card(checkpoint).layout, options.kv_blocks or TORCH_BLOCKS, states, shared=shared)
-    return Built(TorchRunner(checkpoint, memory.kv), memory, False, TORCH_BATCH)
+    runner = TorchRunner(checkpoint, memory.kv)
+    return Built(runner, memory, False, TORCH_BATCH, _constraints(runner.card.vocab_size))
+
+
+def _constraints(vocab_size: int) -> Constraints:
+    """Ready to compile: reading the vocabulary holds the interpreter for half a second, so it comes before serving."""
+    from codec.vocab import OutputVocab, load_vocabulary  # noqa: PLC0415
+    from stages.engine.constraint import ConstraintCompiler, EngineConstraints, GrammarBuilder  # noqa: PLC0415
+
+    compiler = ConstraintCompiler(lambda: GrammarBuilder(OutputVocab(load_vocabulary()), vocab_size))
+    compiler.preload().result()
+    return EngineConstraints(compiler)
 
 
 def demo_checkpoint() -> Path:

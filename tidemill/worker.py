@@ -133,7 +133,9 @@ def _add_prefill(worker: Worker, parts: dict[str, Any], options: EngineOptions) 
     built = parts["engine"]
     host = EngineHost(worker.bus, worker.membership, worker.epoch)
     engine = engines.prefill_engine(built, options)
-    stage = parts["prefill"](host=host, card=built.runner.card, memory=built.memory, engine=engine)
+    stage = parts["prefill"](
+        host=host, card=built.runner.card, memory=built.memory, engine=engine, constraints=built.constraints
+    )
     stage.start()
     host.serve(stage, "matched", decode_matched)
     worker.load = stage.load
@@ -158,7 +160,14 @@ def _add_decode(worker: Worker, parts: dict[str, Any], options: EngineOptions) -
         host=host, card=built.runner.card, memory=built.memory, engine=engine, max_running=built.memory.num_states
     )
     links = Links({"shm": ShmLink()})
-    transfer = parts["transfer"](host=host, memory=built.memory, decode=decode, links=links, verify=options.verify)
+    transfer = parts["transfer"](
+        host=host,
+        memory=built.memory,
+        decode=decode,
+        links=links,
+        constraints=built.constraints,
+        verify=options.verify,
+    )
     decode.start()
     transfer.start()
     host.serve(transfer, "offer", decode_offer)

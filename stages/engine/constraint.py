@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -34,6 +35,8 @@ from codec.errors import CodecError
 from codec.grammar import Constraint, Kind, constraint_of, grammar_of
 from codec.vocab import BOS_ID, DSML_ID, EOS_ID, THINK_END_ID, VOCAB_SIZE, OutputVocab
 from pipeline.events import FinishReason
+from stages.constraints import ConstraintError, Follow
+from stages.engine.interface import OutputConstraint
 
 MASK_WORDS = (VOCAB_SIZE + 31) // 32  # W
 COMPILE_LIMIT_S = 20.0  # Source: facts-system R57
@@ -64,18 +67,6 @@ def _limits() -> LLParserLimits:
         max_grammar_size=500_000,
         verbose_errors=False,  # the long form repeats the request's schema and output into logs
     )
-
-
-class ConstraintError(Exception):
-    """A constraint that cannot be served: it ends its request, and no other, with `finish` and says why.
-
-    `finish`: GRAMMAR_ERROR, or GRAMMAR_TIMEOUT when compiling took too long.
-    """
-
-    def __init__(self, finish: FinishReason, reason: str) -> None:
-        super().__init__(reason)
-        self.finish = finish
-        self.reason = reason
 
 
 class Allowed(StrEnum):
@@ -289,7 +280,7 @@ class ConstraintState:
 
 
 @torch.inference_mode()
-def mask_logits(logits: Tensor, states: Sequence[ConstraintState | None]) -> list[Allowed]:
+def mask_logits(logits: Tensor, states: Sequence[OutputConstraint | None]) -> list[str]:
     """Set the logits [B, V], fp32, of tokens that may not be next to -inf, in place; row b follows `states[b]`.
 
     Rows without a constraint, or before theirs begins, are not touched; each other costs about 0.1 ms of one core.
@@ -300,7 +291,7 @@ def mask_logits(logits: Tensor, states: Sequence[ConstraintState | None]) -> lis
     """
     if len(logits) != len(states):
         raise ValueError(f"{len(logits)} rows of logits, {len(states)} states")
-    found, row = [Allowed.ANY] * len(states), np.empty(MASK_WORDS, np.int32)
+    found, row = [str(Allowed.ANY)] * len(states), np.empty(MASK_WORDS, np.int32)
     for index, state in enumerate(states):
         if state is None or not state.is_active:
             continue
@@ -434,3 +425,18 @@ class ConstraintCompiler:
             if self._jobs.get(text) is job:
                 del self._jobs[text]
                 self._num_chars -= len(text)
+
+
+class EngineConstraints:
+    """Implements stages.constraints.Constraints over one compiler."""
+
+    def __init__(self, compiler: ConstraintCompiler) -> None:
+        self._compiler = compiler
+
+    async def begin(self, text: str) -> OutputConstraint:
+        """See Constraints."""
+        return ConstraintState(await self._compiler.compiled(text))
+
+    async def follow(self, text: str) -> Follow:
+        """See Constraints."""
+        return partial(ConstraintState.replay, await self._compiler.compiled(text))

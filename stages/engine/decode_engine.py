@@ -18,6 +18,7 @@ from stages.engine.memory import EngineMemory
 
 _STOP = FINISH_CODES.index(FinishReason.STOP) + 1
 _LENGTH = FINISH_CODES.index(FinishReason.LENGTH) + 1
+_GRAMMAR_ERROR = FINISH_CODES.index(FinishReason.GRAMMAR_ERROR) + 1
 _NO_RESOURCE = FINISH_CODES.index(FinishReason.INSUFFICIENT_SYSTEM_RESOURCE) + 1
 
 
@@ -120,6 +121,11 @@ class DecodeEngine:
             seq = job.seq
             output = seq.output
             position = len(output)
+            if seq.constraint is not None and seq.constraint.fault:
+                # nothing that could follow was allowed: what is there so far stands, the request ends by name
+                add_row(TokenRow(job.entry, position, (), _GRAMMAR_ERROR))
+                result.over.append(job)
+                continue
             output.append(token)
             # what cannot be the end is not asked for its reason: a call a token would cost a tenth of the step
             most = min(seq.sampling.max_tokens, context - seq.num_prompt_tokens)

@@ -66,6 +66,25 @@ class SamplingParams:
     num_choices: int = 1
 
 
+class OutputConstraint(Protocol):
+    """What the next token must fit: `stages.engine.constraint.ConstraintState`, which a stub engine never loads."""
+
+    fault: str  # why the sequence must end, '' while it need not
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the next token is constrained."""
+        ...
+
+    def allowed_mask(self, row: npt.NDArray[np.int32]) -> str:
+        """Fill a bit mask of the tokens that may be next; says what kind of mask it is."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """The token was taken."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Sequence:
     """One choice of one request inside an engine.
@@ -74,6 +93,7 @@ class Sequence:
     Position p lives in pool block `block_table[p // 128]`; SWA rings and open groups in `state_slot`.
     num_forced_tokens: tokens of the answer that prefill computes along with the prompt, because they were delivered
     before: they stand behind the prompt in `ids`, and in `output`. first_tokens: of each choice, once prefill is over.
+    constraint: has taken all of `output`; the runner lets it take what it samples.
     """
 
     rid: str
@@ -90,6 +110,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     num_forced_tokens: int = 0
     first_tokens: list[int] = field(default_factory=list)
+    constraint: OutputConstraint | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -117,5 +138,8 @@ class Runner(Protocol):
         ...
 
     def decode(self, seqs: list[Sequence]) -> list[int]:
-        """One step: write KV for each sequence's last output token, return the next token of each."""
+        """One step: write KV for each sequence's last output token, return the next token of each.
+
+        Where a sequence's constraint has a fault afterwards, its token is none.
+        """
         ...

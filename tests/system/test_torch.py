@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,3 +143,54 @@ async def test_a_batch_of_streams_gives_each_the_tokens_it_has_alone(split: Flee
     async with connected(split.url, "together") as client:
         together = await asyncio.gather(*(ask(client, body) for body in bodies))
     assert [answer.deltas for answer in together] == [answer.deltas for answer in alone]
+
+
+def form(kind: str, **details: Any) -> dict[str, Any]:
+    """What a request adds to have its answer constrained from the first token."""
+    return {"response_format": {"type": kind, **details}, "thinking": {"type": "disabled"}, "ignore_eos": None}
+
+
+async def test_an_answer_has_the_form_that_was_asked_for(split: Fleet):
+    tide = {"type": "string", "enum": ["ebb", "flow", "slack"]}
+    schema = {
+        "type": "object",
+        "properties": {"tide": tide, "metres": {"type": "integer", "minimum": 0, "maximum": 20}},
+        "required": ["tide", "metres"],
+        "additionalProperties": False,
+    }
+    wanted = form("json_schema", json_schema={"name": "reading", "schema": schema})
+    async with connected(split.url) as client:
+        bodies = [chat("Read the gauge as JSON.", seed=seed, max_tokens=200) | wanted for seed in (0, 1, 2, 3, 3)]
+        *answers, again = [await ask(client, body) for body in bodies]
+    for answer in answers:
+        assert answer.complete
+        assert answer.end == "stop"
+        reading = json.loads(answer.text)
+        assert reading["tide"] in tide["enum"]
+        assert 0 <= reading["metres"] <= 20
+    assert again.text == answers[3].text
+
+
+async def test_choices_of_a_constrained_request_all_fit(split: Fleet):
+    wanted = form("regex", regex="(north|south|east|west){2,6}")
+    async with connected(split.url) as client:
+        ends = {}
+        texts = ["", "", ""]
+        async for event in await client.publish(chat("Where to?", seed=1, max_tokens=60) | wanted | {"n": 3}):
+            if event.number is not None:
+                for choice in event.json()["choices"]:
+                    texts[event.choice] += choice["delta"].get("content") or ""
+            if event.end:
+                ends[event.choice] = event.end
+    assert ends == dict.fromkeys(range(3), "stop")
+    assert all(re.fullmatch("(north|south|east|west){2,6}", text) for text in texts)
+
+
+async def test_a_grammar_that_cannot_be_served_ends_its_request_by_name(split: Fleet):
+    async with connected(split.url) as client:
+        broken = await ask(client, chat("No.", max_tokens=9) | form("regex", regex="(unclosed"))
+        after = await ask(client, chat("Still there?", max_tokens=9))
+    assert broken.end == "grammar_error"
+    assert broken.complete
+    assert after.complete
+    assert after.end == "length"

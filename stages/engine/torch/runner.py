@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.sample import sample, uniform
 from stages.engine.choices import choice_seed
+from stages.engine.constraint import mask_logits
 from stages.engine.interface import KVMemory, ModelCard, Sequence
 from stages.engine.torch.checkpoint import Checkpoint
 from stages.engine.torch.decode_rows import DecodeRows
@@ -65,7 +66,7 @@ class TorchRunner:
         hidden = self.prefill_hidden(seq, start, end)
         if end < seq.prefill_end or hidden is None:
             return None
-        logits = self.logits(hidden[-1:])[0]
+        logits = self._allowed_logits(hidden[-1:], [seq])[0]
         seq.first_tokens = [_choose(seq, logits, choice) for choice in range(seq.sampling.num_choices)]
         return seq.first_tokens[0]
 
@@ -73,8 +74,12 @@ class TorchRunner:
         """See `Runner.decode`."""
         if not seqs:
             return []
-        logits = self.logits(self.decode_hidden(seqs))
-        return [_choose(seq, row) for seq, row in zip(seqs, logits, strict=True)]
+        logits = self._allowed_logits(self.decode_hidden(seqs), seqs)
+        tokens = [_choose(seq, row) for seq, row in zip(seqs, logits, strict=True)]
+        for seq, token in zip(seqs, tokens, strict=True):
+            if seq.constraint is not None and not seq.constraint.fault:
+                seq.constraint.advance(token)
+        return tokens
 
     @torch.inference_mode()
     def prefill_hidden(self, seq: Sequence, start: int, end: int) -> Tensor | None:
@@ -114,6 +119,13 @@ class TorchRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         """[T, D] -> [T, vocab_size] fp32."""
         return self._model.logits(hidden)
+
+    def _allowed_logits(self, hidden: Tensor, seqs: list[Sequence]) -> Tensor:
+        """[B, V]; what a constraint forbids is -inf."""
+        logits = self.logits(hidden)
+        if any(seq.constraint is not None and seq.constraint.is_active for seq in seqs):
+            mask_logits(logits, [seq.constraint for seq in seqs])
+        return logits
 
     def _check(self, seq: Sequence, start: int, end: int) -> None:
         limits = self.card.max_context_tokens, len(seq.ids), len(seq.block_table) * self.card.layout.block_tokens

@@ -23,12 +23,12 @@ from codec.grammar import Constraint, ToolChoice, tool_calls
 from codec.vocab import BOS_ID, DSML_ID, EOS_ID, THINK_END_ID, VOCAB_SIZE, OutputVocab, Vocabulary, load_vocabulary
 from kernels.sample import sample, uniform
 from pipeline.events import FinishReason
+from stages.constraints import ConstraintError
 from stages.engine.constraint import (
     MASK_WORDS,
     Allowed,
     CompiledConstraint,
     ConstraintCompiler,
-    ConstraintError,
     ConstraintState,
     GrammarBuilder,
     Words,
