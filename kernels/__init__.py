@@ -1,4 +1,7 @@
-"""One operation per file: equation, shapes, torch reference. Imports nothing of ours.
+"""One operation per file: equation, shapes, torch reference, and a Triton kernel where a GPU gains by one.
+
+A public function runs its kernel for tensors on a GPU and the reference elsewhere; `launch` says how kernels are
+written. Imports nothing of ours.
 
 Bit rules that hold for every file: a row's result never depends on how many rows are computed with it, where
 in the batch it stands, or how much context is padded. Matrix products over weights therefore run in blocks of

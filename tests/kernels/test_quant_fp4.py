@@ -8,10 +8,14 @@ from kernels.quant_fp4 import (
     e2m1_codes,
     fake_index,
     pack_index,
+    pack_index_triton,
     pack_main,
+    pack_main_triton,
     pack_nibbles,
     unpack_index,
+    unpack_index_triton,
     unpack_main,
+    unpack_main_triton,
     unpack_nibbles,
 )
 
@@ -84,3 +88,48 @@ def test_zeros_stay_zero(width):
 def test_tiny_blocks_keep_the_least_main_scale():
     packed = pack_main(torch.full((1, 16), 2.0**-12))
     assert packed[0, 8:].view(torch.float8_e4m3fn).float().item() == 2.0**-9
+
+
+def awkward(*shape: int, width: int) -> torch.Tensor:
+    """Rows of very different sizes, with blocks of zeros, of subnormals, of the largest numbers and of grid ties."""
+    x = rows(*shape, width) * torch.exp2(
+        torch.randint(-20, 12, (*shape, 1), generator=torch.Generator().manual_seed(6))
+    )
+    flat = x.view(-1, 16)
+    for block, value in enumerate((0.0, 1e-42, 2.5e38, 6 * 448.0, 2.0**-12, 6.0000005, -0.0)):
+        flat[block::10] = value
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    flat[7::10] = torch.cat([ties, -ties])
+    flat[8::10] = torch.cat([torch.nextafter(ties, torch.tensor(9.0)), torch.nextafter(-ties, torch.tensor(9.0))])
+    return x
+
+
+@pytest.mark.parametrize(("shape", "width"), [((1,), 32), ((7,), 96), ((3, 5), 64), ((150,), 32), ((0,), 64)])
+def test_the_kernels_have_the_references_bits(poisoned, shape, width):
+    x = awkward(*shape, width=width)
+    codes, exponents = pack_index(x)
+    found, scales = pack_index_triton(x)
+    assert torch.equal(found, codes)
+    assert torch.equal(scales, exponents)
+    assert torch.equal(unpack_index_triton(codes, exponents), unpack_index(codes, exponents))
+    packed = pack_main(x)
+    assert torch.equal(pack_main_triton(x), packed)
+    assert torch.equal(unpack_main_triton(packed), unpack_main(packed))
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in multiply")  # in the interpreter: scale 255 is infinity
+def test_every_code_and_scale_byte_is_read_as_the_reference_reads_it(poisoned):
+    codes, scales = torch.arange(256, dtype=torch.uint8), torch.arange(256, dtype=torch.uint8)
+    main = torch.cat([codes.view(32, 8).repeat(256, 1), scales.repeat_interleave(32).unsqueeze(1)], 1)
+    values, wanted = unpack_main_triton(main), unpack_main(main)
+    assert torch.equal(values.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(values.isnan(), wanted.isnan())
+    index = codes.view(16, 16).repeat(256, 1), scales.repeat_interleave(16).unsqueeze(1)
+    assert torch.equal(unpack_index_triton(*index).nan_to_num(7.0), unpack_index(*index).nan_to_num(7.0))
+
+
+def test_the_kernels_round_bf16_rows_and_strided_ones(poisoned):
+    x = rows(9, 128).bfloat16()
+    assert torch.equal(pack_main_triton(x), pack_main(x.float()))
+    codes, exponents = pack_index_triton(x[::2, 32:96])
+    assert torch.equal(unpack_index(codes, exponents), fake_index(x[::2, 32:96].float()))

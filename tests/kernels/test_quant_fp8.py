@@ -3,7 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.quant_fp8 import exponent_value, fake_q8, pack_q8, power_of_two_scale, round_e4m3, unpack_q8
+from kernels.quant_fp8 import (
+    exponent_value,
+    fake_q8,
+    fake_q8_triton,
+    pack_q8,
+    pack_q8_triton,
+    power_of_two_scale,
+    round_e4m3,
+    unpack_q8,
+    unpack_q8_triton,
+)
 
 
 def rows(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -67,3 +77,53 @@ def test_exponent_bytes(byte, value):
 def test_a_rows_bits_do_not_depend_on_its_company(count):
     x = rows(64, 64)
     assert torch.equal(fake_q8(x[5 : 5 + count]), fake_q8(x)[5 : 5 + count])
+
+
+def awkward(*shape: int, width: int) -> torch.Tensor:
+    """Rows of very different sizes, with blocks of zeros, of ties, of subnormals and of the largest numbers."""
+    x = rows(*shape, width) * torch.exp2(
+        torch.randint(-30, 30, (*shape, 1), generator=torch.Generator().manual_seed(5))
+    )
+    flat = x.view(-1, 32)
+    for block, value in enumerate((0.0, 1e-42, 2.5e38, 448.0, 448.00003, 1e-4, -0.0)):
+        flat[block::8] = value
+    flat[7::8] = torch.arange(32) * 8.5 - 100  # halves between codes of scale 1
+    return x
+
+
+@pytest.mark.parametrize(("shape", "width"), [((1,), 32), ((7,), 96), ((3, 5), 64), ((130,), 32), ((0,), 64)])
+def test_the_kernels_have_the_references_bits(poisoned, shape, width):
+    x = awkward(*shape, width=width)
+    packed, values = pack_q8_triton(x)
+    wanted, seen = pack_q8(x)
+    assert torch.equal(packed, wanted)
+    assert torch.equal(values, seen)
+    assert torch.equal(fake_q8_triton(x), seen)
+    assert torch.equal(unpack_q8_triton(wanted), unpack_q8(wanted))
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in multiply")  # in the interpreter: scale 255 is infinity
+def test_every_code_and_scale_byte_is_read_as_the_reference_reads_it(poisoned):
+    codes = torch.arange(256, dtype=torch.uint8).view(8, 32)
+    scales = torch.arange(256, dtype=torch.uint8)
+    packed = torch.cat([codes.repeat(256, 1), scales.repeat_interleave(8).unsqueeze(1)], 1)
+    values, wanted = unpack_q8_triton(packed), unpack_q8(packed)
+    assert torch.equal(values.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(values.isnan(), wanted.isnan())
+
+
+def test_the_kernels_round_bf16_rows_and_strided_ones(poisoned):
+    x = rows(9, 128).bfloat16()
+    assert torch.equal(pack_q8_triton(x)[0], pack_q8(x.float())[0])
+    assert torch.equal(fake_q8_triton(x[::2, 32:96]), fake_q8(x[::2, 32:96].float()))
+
+
+def test_the_kernels_code_is_right_at_every_magnitude_and_tie(poisoned):
+    grid = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (grid[:-1] + grid[1:]) / 2
+    around = [middles, torch.nextafter(middles, torch.tensor(1e9)), torch.nextafter(middles, torch.tensor(0.0)), grid]
+    y = torch.cat([*around, -torch.cat(around)])
+    x = torch.full((len(y), 32), 448.0)  # the block's scale is 1
+    x[:, 3] = y
+    codes = pack_q8_triton(x)[0][:, 3]
+    assert torch.equal(codes, y.to(torch.float8_e4m3fn).view(torch.uint8))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.sparse_attention import sparse_attention
+from kernels.sparse_attention import sparse_attention, sparse_attention_triton
 
 
 def random(*shape: int, seed: int = 22) -> torch.Tensor:
@@ -50,3 +50,53 @@ def test_overlapping_windows_give_the_bits_of_separate_ones(count):
     part = slice(9, 9 + count)
     alone = sparse_attention(q[part], views[part].contiguous(), seen[part], sink, chosen[part].contiguous(), some[part])
     assert torch.equal(alone, full[part])
+
+
+@pytest.mark.parametrize(("heads", "width", "top"), [(4, 32, None), (64, 96, 40), (17, 64, 1), (1, 512, 33)])
+def test_the_kernel_agrees_with_the_reference_and_never_reads_hidden_keys(poisoned, heads, width, top):
+    q, window, sink = random(3, heads, width), random(3, 33, width, seed=23), random(heads, seed=24)
+    seen = random(3, 33, seed=25) > 0
+    more = () if top is None else (random(3, top, width, seed=26), random(3, top, seed=27) > 0)
+    wanted = sparse_attention(q, window, seen, sink, *more)
+    for keys, shown in ((window, seen), *([more] if more else [])):
+        keys[~shown] = float("nan")
+    found = sparse_attention_triton(q, window, seen, sink, *more)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_the_kernel_takes_overlapping_windows_and_masks_that_are_views(poisoned):
+    q, line, sink = random(9, 4, 32), random(9 + 15, 32, seed=26), random(4)
+    windows = line.as_strided((9, 16, 32), (32, 32, 1))
+    for seen in ((torch.arange(16) > 2).expand(9, 16), random(16, 9).t() > 0):
+        wanted = sparse_attention(q, windows, seen, sink)
+        assert torch.allclose(sparse_attention_triton(q, windows, seen, sink), wanted, rtol=0, atol=1e-5)
+
+
+def test_a_damaged_head_spoils_no_other(poisoned):
+    q, window, sink, seen = random(2, 3, 96), random(2, 16, 96), random(3), torch.ones(2, 16, dtype=torch.bool)
+    wanted = sparse_attention(q, window, seen, sink)
+    q[:, 1] = float("nan")
+    found = sparse_attention_triton(q, window, seen, sink)
+    assert torch.allclose(found[:, ::2], wanted[:, ::2], rtol=0, atol=1e-5)
+    assert found[:, 1].isnan().all()
+
+
+def test_the_kernel_with_no_rows_or_no_visible_keys(poisoned):
+    hidden = torch.zeros(2, 16, dtype=torch.bool)
+    assert sparse_attention_triton(random(2, 4, 32), random(2, 16, 32), hidden, random(4)).eq(0).all()
+    empty = sparse_attention_triton(random(0, 4, 32), random(0, 16, 32), hidden[:0], random(4))
+    assert empty.shape == (0, 4, 32)
+
+
+def test_the_kernel_survives_extreme_scores(poisoned):
+    q, window, sink = random(2, 4, 32) * 1e4, random(2, 40, 32, seed=23) * 100, torch.tensor([1e5, -1e5, 0.0, 50.0])
+    seen = torch.ones(2, 40, dtype=torch.bool)
+    wanted = sparse_attention(q, window, seen, sink)
+    assert wanted.isfinite().all()
+    assert torch.allclose(sparse_attention_triton(q, window, seen, sink), wanted, rtol=0, atol=1e-5 * 400)
+
+
+def test_a_rows_bits_from_the_kernel_do_not_depend_on_its_company(poisoned):
+    q, window, sink, seen = random(5, 4, 32), random(5, 40, 32, seed=23), random(4), random(5, 40, seed=25) > 0
+    full = sparse_attention_triton(q, window, seen, sink)
+    assert torch.equal(sparse_attention_triton(q[3:4], window[3:4], seen[3:4], sink), full[3:4])
