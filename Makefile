@@ -13,6 +13,8 @@ PYTHON ?= $(shell for p in python3.11 python3; do $$p -c 'import sys; sys.exit(s
 TORCH := $(shell sed -n 's/^ *"\(torch==[0-9.]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
+UNITS := $(addprefix tests/,codec kernels kv pipeline stages)
+
 .PHONY: install demo test test-all test-slow lint bench clean
 .DELETE_ON_ERROR:
 
@@ -45,8 +47,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# What starts whole pipelines and measures drains and deaths has the machine to itself; all else runs on two cores at once.
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile $(UNITS)
+	$(BIN)/pytest -m "not slow" tests $(addprefix --ignore=,$(UNITS))
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -m slow

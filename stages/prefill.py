@@ -271,10 +271,11 @@ class Prefill:
             log.exception("preparing a prompt failed", rid=prompt.env.rid)
             self._fail(taken, f"not prepared: {type(error).__name__}", transient=True)
             return
-        if taken.job.key in self._prompts and not taken.job.cancelled:
-            self._begin(taken, ids)
-        else:
+        if taken.job.cancelled:
+            count("prefills_cancelled")
             self._release(taken)
+        else:
+            self._begin(taken, ids)
 
     async def _fetched_ids(self, prompt: PromptEncoded) -> bytes:
         ref = blob.BlobRef.parse(prompt.ids_ref)

@@ -46,7 +46,7 @@ async def raw(fleet: Fleet, pids: dict[str, int]) -> AsyncIterator[NatsClient]:
         (b"", "invalid_request", "JSON"),
         (b"\xff\xfe", "invalid_request", ""),
         (b"[1, 2]", "invalid_request", "object"),
-        (json.dumps(chat("x", n=2)).encode(), "invalid_request", "n"),
+        (json.dumps(chat("x", n=9)).encode(), "invalid_request", "n"),
         (json.dumps({**chat("x"), "model": "gpt-0"}).encode(), "model_not_found", "gpt-0"),
         (json.dumps({**chat("x"), "messages": "hello"}).encode(), "invalid_request", "messages"),
         (json.dumps({**chat("x"), "messages": []}).encode(), "invalid_request", "messages"),

@@ -48,7 +48,7 @@ def test_a_switch_is_said_in_four_ways(text: str, value: bool):
 
 
 def test_an_unknown_option_is_refused_with_those_that_are_known():
-    with pytest.raises(ConfigError, match=r"unknown option 'kv_block'; known: kv_blocks, .*verify"):
+    with pytest.raises(ConfigError, match=r"unknown option 'kv_block'; known: exact, kv_blocks, .*verify"):
         EngineOptions.parse({"kv_block": "128"})
 
 
