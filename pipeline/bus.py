@@ -10,7 +10,6 @@ what matters, and a buffered message would reach peers that have not subscribed 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import time
@@ -21,6 +20,7 @@ import nats.errors
 import structlog
 
 from pipeline.busclient import BusDisconnected, BusOverrun, Client, PayloadTooLargeError
+from pipeline.clockwork import within
 from pipeline.errors import SetupError, TransientError
 from pipeline.fastnats import make_client
 from pipeline.metrics import count
@@ -80,10 +80,7 @@ class Bus:
             # answers and notes may come a socket write later; the request that caused them should not
             bus.control.after = bus.data
         try:
-            async with asyncio.timeout(timeout_s):
-                await bus._open(bus.data, list(urls), f"{worker}/data", bus._reconnected)
-                if not single:
-                    await bus._open(bus.control, list(urls), f"{worker}/control", None)
+            await within(timeout_s, bus._open_all(list(urls), single=single))
         except (nats.errors.Error, OSError, TimeoutError) as error:
             await bus.close()
             why = bus._last_error or repr(error)
@@ -93,6 +90,11 @@ class Bus:
             await bus.close()
             raise SetupError(f"max_payload of the broker is {allowed} bytes, at least {MIN_PAYLOAD_BYTES} are needed")
         return bus
+
+    async def _open_all(self, urls: list[str], *, single: bool) -> None:
+        await self._open(self.data, urls, f"{self.worker}/data", self._reconnected)
+        if not single:
+            await self._open(self.control, urls, f"{self.worker}/control", None)
 
     def _is_news(self, text: str) -> bool:
         """Whether to log it: a broker that is away is tried ten times a second, and says the same each time."""

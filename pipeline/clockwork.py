@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import structlog
 
 from pipeline.metrics import count
 
 log = structlog.get_logger()
+
+_CANCEL_AGAIN_S = 0.1
 
 
 async def every(period_s: float, call: Callable[[], None]) -> None:
@@ -22,6 +25,26 @@ async def every(period_s: float, call: Callable[[], None]) -> None:
             # a clock that stopped would stop everything that hangs on it, silently and for good
             log.exception("a periodic call failed", call=getattr(call, "__qualname__", repr(call)))
             count("ticks_failed")
+
+
+async def within(timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`, at most so long; then it is cancelled until it obeys.
+
+    `asyncio.timeout` cancels once, and a library that meets that in the wrong place goes on as if nothing was: nats-py
+    then tried to connect for ever (once in some hundred runs on a busy machine; `wait_for` of Python 3.11 loses a
+    cancellation that comes with its result). Raises: TimeoutError, and what `work` raises.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if task.done():
+            task.result()
+            return
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CANCEL_AGAIN_S)
+    raise TimeoutError
 
 
 def ended(task: asyncio.Task[None]) -> None:
