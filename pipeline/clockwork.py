@@ -30,9 +30,9 @@ async def every(period_s: float, call: Callable[[], None]) -> None:
 async def within(timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
     """Await `work`, at most so long; then it is cancelled until it obeys.
 
-    `asyncio.timeout` cancels once, and a library that meets that in the wrong place goes on as if nothing was: nats-py
-    then tried to connect for ever (once in some hundred runs on a busy machine; `wait_for` of Python 3.11 loses a
-    cancellation that comes with its result). Raises: TimeoutError, and what `work` raises.
+    `asyncio.timeout` cancels once, and a library that loses that (`wait_for` of Python 3.11 does when its result comes
+    at the same moment) goes on for ever: the likely cause of a worker, seen once, that never gave up a wrong password.
+    Raises: TimeoutError, and what `work` raises.
     """
     task = asyncio.ensure_future(work)
     try:
