@@ -108,7 +108,9 @@ class Bus:
         async def on_error(error: Exception) -> None:
             count("bus_errors")
             news = self._is_news(f"{name}: {error}")
-            self._last_error = str(error)
+            if "authorization" not in self._last_error.lower():
+                # the broker may cut a refused connection before it has said why; what it said once explains them all
+                self._last_error = str(error)
             if "permissions violation" in str(error).lower():
                 self._denied.append(str(error))
             if news:
