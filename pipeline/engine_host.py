@@ -32,8 +32,8 @@ log = structlog.get_logger()
 # A stopping engine waits for owners that were heard this recently. Source: ours; twice silence and ping of a holder.
 GONE_S = 2.0
 # Notes that nobody waits for leave so much later, many in one write: each would wake two processes that then compete
-# with the request's own way (measured, one in flight: a fifth of the time to the first decoded token). Their receivers
-# look for them after 25 ms. Source: ours
+# with the request's own way (measured, one in flight: the hops to and from decode fell from 540 to 290 us together).
+# Their receivers look for them after 25 ms. Source: ours
 NOTE_S = 0.005
 
 
