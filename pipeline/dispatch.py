@@ -80,10 +80,8 @@ class Dispatcher:
 
     def _subject(self, request: Request, *, named: bool) -> str:
         topology = self._bus.topology
-        if not named:
-            request.dispatched_to = ()
-            return topology.subject("encoded")
-        workers = sorted(b.worker for b in self._membership.fresh("lookup") if b.worker not in request.dispatched_to)
+        fresh = self._membership.fresh("lookup") if named else []
+        workers = sorted(beacon.worker for beacon in fresh if beacon.worker not in request.dispatched_to)
         if not workers:
             request.dispatched_to = ()
             return topology.subject("encoded")
